@@ -22,21 +22,19 @@ from panther_compile.models.batches import copy_object, with_tensors
 from panther_compile.partition.assemble import count_samples
 from panther_compile.partition.graph.budget import check_mode
 from panther_compile.partition.graph.capture import example_arguments, quiet
-from panther_compile.partition.graph.flow_graph import OPTIMIZER_BYTES, Costs
+from panther_compile.partition.graph.flow_graph import Costs
 from panther_compile.partition.graph.hardware import Hardware, find_hardware, read_bytes, slowest_of
 from panther_compile.partition.graph.modes import check_batch_norms, differs_by_mode
 from panther_compile.partition.graphs import read_graphs, with_paces
 from panther_compile.partition.options import AUTO, PlanOptions
 from panther_compile.partition.records import Mesh
-from panther_compile.partition.replicas import DATA_PARALLEL, find_context
+from panther_compile.partition.replicas import find_context
 from panther_compile.partition.result import Partition
 from panther_compile.partition.search import partition_mesh, search_meshes
-from panther_compile.partition.stages.schedule import SCHEDULES
 from panther_compile.partition.stages.units import RECOMPUTE
 
 TIED = (AUTO, "shared", "together")
 SEQUENCE_PARALLEL = (AUTO, True, False)
-EIGHT_BITS = (None, "fp8")
 # Of a step over all replicas, where devices are divided and no global batch is asked for.
 MICROBATCHES_PER_DEVICE = 2
 _CONTEXTS = (1, 2, 4, 8)  # devices that divide a sequence, where the planner is to choose
@@ -138,23 +136,9 @@ def partition_model(
     if not isinstance(model, nn.Module):
         raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
     _check_lists(boundaries=boundaries)
-    for option, given in (("training", training), ("master_weights", master_weights), ("compiled", compiled)):
-        check_type(option, given, bool)
     check_type("profile", profile, bool, Mapping)
-    if isinstance(recompute, bool):
-        recompute = "full" if recompute else "none"
-    check_choice("schedule", schedule, (None, AUTO, *SCHEDULES))
-    check_choice("optimizer", optimizer, tuple(OPTIMIZER_BYTES))
     check_choice("tied", tied, TIED)
     check_choice("sequence_parallel", sequence_parallel, SEQUENCE_PARALLEL)
-    check_choice("data_parallel", data_parallel, (AUTO, *DATA_PARALLEL))
-    check_choice("products", products, EIGHT_BITS)
-    check_choice("keeps", keeps, EIGHT_BITS)
-    check_mode("recompute", recompute, (None, AUTO, *RECOMPUTE))
-    if compiled and profile:
-        raise ConfigError(
-            "profile= takes the seconds of single operations, which compiled=True fuses: give one"
-        )
     _check_devices(mesh, devices, microbatches, global_batch)
     devices, microbatches, global_batch, stages_per_device, shard_size = _read_numbers(
         devices=devices,
@@ -164,17 +148,22 @@ def partition_model(
         shard_size=shard_size,
     )
     microbatch_sizes = _read_sizes(microbatch_sizes, global_batch)
-    open_choice = AUTO if mesh is None else None
-    schedule = schedule or open_choice or "1f1b"
-    if stages_per_device is not None and schedule not in (AUTO, "interleaved") and stages_per_device != 1:
-        raise MeshError(
-            f"stages_per_device={stages_per_device} needs schedule='interleaved', not {schedule!r}"
-        )
     fixed = None if mesh is None else Mesh.read(mesh, devices)
-    places = _read_places(hardware, mesh, profile)
+    places = _read_places(hardware, mesh)
     differ = len(places) > 1
     chosen = slowest_of(places)
-    _check_products(products, keeps, places, profile)
+    costs = Costs(
+        chosen,
+        training,
+        optimizer,
+        master_weights=master_weights,
+        compiled=compiled,
+        products=products,
+        keeps=keeps,
+    )
+    _check_rates(products, places)
+    if profile:
+        _check_profile(costs, places)
     memory = chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device)
     # A graph is read by running the model's code on what stands for tensors, which it may write into objects.
     example_inputs = with_tensors(example_inputs, lambda tensor: tensor, copy_object)
@@ -191,23 +180,14 @@ def partition_model(
         microbatches=microbatches,
         global_batch=global_batch,
         samples=samples,
-        schedule=schedule,
+        schedule=(AUTO if mesh is None else "1f1b") if schedule is None else schedule,
         stages_per_device=stages_per_device,
         training=training,
-        recompute=(recompute or open_choice or "none") if training else "none",
+        recompute=_read_recompute(recompute, AUTO if mesh is None else "none", training=training),
         data_parallel=data_parallel,
         shard_size=shard_size,
         master_weights=master_weights,
         context_parallel=_read_contexts(context_parallel, mesh),
-    )
-    costs = Costs(
-        chosen,
-        training,
-        optimizer,
-        master_weights=master_weights,
-        compiled=compiled,
-        products=products,
-        keeps=keeps,
     )
 
     def plan(inputs: Any) -> Partition:
@@ -272,9 +252,7 @@ def _warn_of_hooks(model: nn.Module, found: Partition) -> None:
 
 
 def _read_places(
-    hardware: Hardware | str | Sequence[Hardware | str],
-    mesh: Mapping[str, int] | None,
-    profile: bool | Mapping[str, float],
+    hardware: Hardware | str | Sequence[Hardware | str], mesh: Mapping[str, int] | None
 ) -> tuple[Hardware, ...]:
     """The hardware of all devices, or of each place along the pipeline where they differ."""
     if isinstance(hardware, Hardware | str):
@@ -290,32 +268,40 @@ def _read_places(
             f"hardware= names {len(hardware)}, one for each place along the pipeline; pp={mesh.get('pp', 1)}"
         )
     places = tuple(map(find_hardware, hardware))
-    if len(set(places)) == 1:
-        return places[:1]
-    if profile:
-        raise ConfigError("profile= takes the seconds of this device, and hardware= names several: give one")
-    return places
+    return places[:1] if len(set(places)) == 1 else places
 
 
-def _check_products(
-    products: str | None,
-    keeps: str | None,
-    places: Sequence[Hardware],
-    profile: bool | Mapping[str, float],
-) -> None:
-    """Refuse products in eight bits where no rate of theirs is known, and copies without them."""
-    if keeps is not None and products is None:
-        raise ConfigError(f"keeps={keeps!r} is of products in eight bits; give products='fp8' with it")
-    if products is None:
-        return
-    if profile:
-        raise ConfigError(
-            "profile= takes the seconds of this device, and products='fp8' other ones: give one"
-        )
-    for one in places:
+def _check_rates(products: str | None, places: Sequence[Hardware]) -> None:
+    """Refuse products in eight bits where no rate of theirs is known."""
+    for one in places if products is not None else ():
         if one.fp8_flops_per_second is None or one.rates:
             lacking = "has measured rates, of its own dtype" if one.rates else "has no fp8_flops_per_second"
             raise ConfigError(f"products={products!r}, and hardware {one.name!r} {lacking}")
+
+
+def _check_profile(costs: Costs, places: Sequence[Hardware]) -> None:
+    """Refuse options that ask for other seconds than those of single operations on this device."""
+    others = {
+        "compiled=True": costs.compiled,
+        f"products={costs.products!r}": costs.products is not None,
+        "hardware= for each place": len(places) > 1,
+    }
+    for option, given in others.items():
+        if given:
+            raise ConfigError(
+                "profile= takes the seconds of single operations on this device, "
+                f"and {option} asks for others: give one"
+            )
+
+
+def _read_recompute(given: bool | str | float | None, default: str, *, training: bool) -> str | float:
+    """The activation checkpointing to plan for; without a backward there is none."""
+    if isinstance(given, bool):
+        given = "full" if given else "none"
+    check_mode("recompute", given, (None, AUTO, *RECOMPUTE))
+    if not training:
+        return "none"
+    return default if given is None else given
 
 
 def _read_contexts(context_parallel: int | str, mesh: Mapping[str, int] | None) -> tuple[int, ...]:
