@@ -5,7 +5,6 @@ from their checksum, then `sketch.json` is put in place in one step: a directory
 the old one or the new one, at every moment. Files that `sketch.json` no longer names are removed last.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -25,7 +24,6 @@ from panther_compile.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
-    CheckpointVersionError,
     ConfigTypeError,
 )
 from panther_compile.kinds.plain_form import note_origin, plain_form
@@ -45,12 +43,12 @@ from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_record
 from panther_compile.storage import (
     checked_path,
-    document_sha256,
     file_sha256,
     flush,
-    keeps_checksum,
     locked,
+    read_document,
     scratch_folder,
+    write_document,
 )
 from panther_compile.typed_json import read_record
 
@@ -135,8 +133,6 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
             checksum = file_sha256(weights)
             weights_name = f"weights-{checksum[:16]}.safetensors"
             document = {
-                "format": FORMAT,
-                "version": FORMAT_VERSION,
                 "model": type(model).__name__,
                 "weights": {"file": weights_name, "sha256": checksum},
                 "aliases": aliases,
@@ -144,8 +140,7 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
                 "layers": layers_to_json(model, layers),
                 "record": record_to_json(model.__dict__.get(RECORD_ATTRIBUTE)),
             }
-            document["sha256"] = document_sha256(document)
-            plan.write_text(json.dumps(document, indent=1))
+            write_document(plan, document, FORMAT, FORMAT_VERSION)
             weights.chmod(plan.stat().st_mode)  # safetensors writes for the owner alone
             flush(weights, plan)
             with locked(path):
@@ -297,22 +292,10 @@ def _stamp(file: Path) -> tuple[int, ...] | None:
 def _read_document(path: Path) -> SketchDocument:
     file = path / PLAN_FILE
     try:
-        document = json.loads(file.read_text())
+        text = file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} holds no readable checkpoint: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{file} is not JSON, it was cut short or changed: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointCorruptError(f"{file} is not a {FORMAT} file")
-    version = document.get("version")
-    if type(version) is not int or version > FORMAT_VERSION:
-        raise CheckpointVersionError(
-            f"{file} has format version {version!r}, this panther_compile reads up to {FORMAT_VERSION}: "
-            "upgrade it"
-        )
-    if not keeps_checksum(document):
-        raise CheckpointCorruptError(f"{file} was changed after it was written: its checksum does not match")
-    return read_record(SketchDocument, document, str(file))
+    return read_record(SketchDocument, read_document(text, file, FORMAT, FORMAT_VERSION), str(file))
 
 
 def _read_weights(path: Path, document: SketchDocument, device: torch.device) -> dict[str, Tensor]:
