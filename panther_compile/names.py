@@ -22,6 +22,14 @@ def attribute(root: nn.Module, name: str) -> Any:
     return getattr(*owner_of(root, name))
 
 
+def free_name(root: nn.Module, stem: str) -> str:
+    """A name that a module has no attribute of: the stem, or the first of stem_1, stem_2, ..."""
+    name, number = stem, 1
+    while hasattr(root, name):
+        name, number = f"{stem}_{number}", number + 1
+    return name
+
+
 def is_persistent(root: nn.Module, name: str) -> bool:
     """Whether a state dict holds a buffer."""
     owner, leaf = owner_of(root, name)
