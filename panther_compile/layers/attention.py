@@ -24,13 +24,14 @@ from panther_compile.layers.base import (
     Spec,
     check_rank_or_ratio,
     copy_into,
+    spec_of_part,
 )
 from panther_compile.layers.capture import kept_whole
 from panther_compile.layers.favor import FavorAttention
 from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.layers.parts import part_of_spec, spec_of_part
+from panther_compile.layers.parts import part_of_spec
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 

@@ -270,6 +270,11 @@ def sketched_layers(model: nn.Module, advice: str = "call sketchify first") -> l
     return layers
 
 
+def spec_of_part(part: nn.Module) -> Spec | None:
+    """The spec of a part, None for one that is dense; see `parts.part_of_spec`."""
+    return part.sketch_spec() if isinstance(part, SketchedLayer) else None
+
+
 def take_over(new: nn.Module, old: nn.Module, trainable: bool) -> None:
     """Give `new` the train/eval mode of `old`, and the `requires_grad` of its weight and of its bias."""
     new.train(old.training)

@@ -190,7 +190,7 @@ class SketchedLinear(LinearReplacement):
             WeightError: the weight holds NaN or Inf, or is on the meta device.
         """
         dense: Any = layer
-        weight, bias = cls._turned(dense.weight), dense.bias
+        weight, bias = cls.turned(dense.weight), dense.bias
         out_features, in_features = weight.shape
         what = f"{cls.__name__}.from_dense({in_features}, {out_features})"
         check_rank_or_ratio(rank, ratio, what)
@@ -269,7 +269,7 @@ class SketchedLinear(LinearReplacement):
     def to_dense(self) -> nn.Module:
         """An `nn.Linear` with the factors multiplied out."""
         left, right = (factor.detach().double() for factor in self.factors())
-        return self._dense_with(left @ right)
+        return self.dense_with(left @ right)
 
     def _dense_weight(self) -> Tensor:
         left, right = self.factors()
