@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
-from panther_compile.config import OF_CLASS, check_device
+from panther_compile.config import OF_CLASS, check_device, check_is_module
 from panther_compile.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
-    ConfigTypeError,
 )
 from panther_compile.kinds.plain_form import note_origin, plain_form
 from panther_compile.kinds.registry import described_layer
@@ -117,7 +116,7 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
             factor makes its weight of other tensors.
     """
     path = checked_path(directory, "directory")
-    _check_module(model, "model")
+    check_is_module("model", model)
     model = unwrapped(model)
     advice = "call sketchify first"
     if RECORD_ATTRIBUTE in vars(model):
@@ -172,7 +171,7 @@ def load_sketched(
         CheckpointMismatchError: it is of another model than the skeleton.
     """
     path = checked_path(directory, "directory")
-    _check_module(skeleton, "skeleton")
+    check_is_module("skeleton", skeleton)
     if device is None:
         device = next((p.device for p in skeleton.parameters() if not p.is_meta), torch.device("cpu"))
     else:
@@ -186,11 +185,6 @@ def load_sketched(
     turn_off_nested_tensors(model)
     keep_record(model, document.record)
     return model  # type: ignore[return-value]
-
-
-def _check_module(given: object, name: str) -> None:
-    if not isinstance(given, nn.Module):
-        raise ConfigTypeError(f"{name} is a {type(given).__name__}, wanted an nn.Module")
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

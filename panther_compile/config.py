@@ -301,6 +301,12 @@ def check_type(option: str, given: object, *wanted: type) -> None:
         raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted {names}")
 
 
+def check_is_module(argument: str, given: object) -> None:
+    """Raise ConfigTypeError unless an argument is a module."""
+    if not isinstance(given, nn.Module):
+        raise ConfigTypeError(f"{argument} is a {type(given).__name__}, wanted an nn.Module")
+
+
 def read_options(
     option: str, given: object, takes: Callable[..., object], *, but: str = ""
 ) -> dict[str, Any]:

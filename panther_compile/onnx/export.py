@@ -16,7 +16,7 @@ from torch import nn
 from torch.onnx import OnnxExporterError
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from panther_compile.config import check_type, read_integer
+from panther_compile.config import check_is_module, check_type, read_integer
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -232,9 +232,8 @@ def _told_apart(call: Call) -> Call:
     return call.with_leaves(leaves)
 
 
-def _check_arguments(model: object, args: object, opset: int) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
+def _check_arguments(model: nn.Module, args: object, opset: int) -> None:
+    check_is_module("model", model)
     if not isinstance(args, tuple):
         raise ConfigTypeError(
             f"args is a {type(args).__name__}, wanted a tuple of inputs; named ones go to kwargs"

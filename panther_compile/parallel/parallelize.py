@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from panther_compile.config import check_is_module
 from panther_compile.errors import ConfigTypeError, ParallelError
 from panther_compile.parallel.agreement import (
     check_agreement,
@@ -101,8 +102,7 @@ def parallelize_model(
         ParallelError: the mesh divides sequences (cp), which is planned alone; a stage has no parameters to
             train; or "fsdp" is to gather parameters of several dtypes, or numbers, with others.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    check_is_module("model", model)
     if not isinstance(part, Partition):
         raise ConfigTypeError(f"part is a {type(part).__name__}; it must be what partition_model gives")
     for option, given in (("loss_fn", loss_fn), ("count_tokens", count_tokens)):

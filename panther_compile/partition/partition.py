@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from panther_compile.config import check_type, is_integer, read_integer
+from panther_compile.config import check_is_module, check_type, is_integer, read_integer
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
@@ -133,8 +133,7 @@ def partition_model(
         StageCountError: more stages than places to cut.
         StageMemoryError: a stage cannot fit; the message says by how much and what would help.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    check_is_module("model", model)
     _check_lists(boundaries=boundaries)
     check_type("profile", profile, bool, Mapping)
     check_choice("tied", tied, TIED)
