@@ -285,7 +285,7 @@ def test_options_are_checked():
     for option in ({"schedule": "zigzag"}, {"optimizer": "lion"}, {"tied": "loose"}, {"hardware": "abacus"}):
         with pytest.raises(ConfigError, match=next(iter(option.values()))):
             cut(**option)
-    with pytest.raises(ConfigTypeError, match=r"must be an nn\.Module"):
+    with pytest.raises(ConfigTypeError, match=r"wanted an nn\.Module"):
         partition_model(lambda x: x, torch.randn(2), mesh={"pp": 1})
     with pytest.raises(ConfigError, match="memory_bytes is 0"):
         Hardware("none", 1.0, 1.0, 0, Link(1.0, 0.0), Link(1.0, 0.0))
