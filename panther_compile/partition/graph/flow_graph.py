@@ -25,7 +25,7 @@ from panther_compile.names import attribute
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Result, Value, Work
 from panther_compile.partition.graph.hardware import ALONE, Context, Hardware, Rate
-from panther_compile.partition.graph.measure import Measured
+from panther_compile.partition.graph.measure import Measured, needs_gradient
 from panther_compile.partition.graph.observe import Observed, Operation, tensor_size
 
 # Bytes of state that an optimizer keeps for each trained number, in float32.
@@ -154,7 +154,7 @@ def find_constants(captured: Captured, notes: Mapping[fx.Node, Observed]) -> dic
         if random or notes[node].writes or notes[node].touches & written:
             continue
         if all(
-            other in constants or (other.op == "get_attr" and not _requires_grad(notes[other].value))
+            other in constants or (other.op == "get_attr" and not needs_gradient(notes[other].value))
             for other in node.all_input_nodes
         ):
             constants[node] = None
@@ -427,7 +427,3 @@ def _holdings(
         size, trained = held_bytes(tensor, costs)
         vertices = tuple(dict.fromkeys(vertex_of[node] for node in nodes))
         yield Holding(name, size, trained, gradient_size(tensor, costs) * (trained > 0), vertices)
-
-
-def _requires_grad(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
