@@ -144,6 +144,9 @@ class SketchedExperts(LayerOfParts):
 
         Returns:
             (T, O), in the dtype of the hidden states.
+
+        Raises:
+            LayerError: `adopt` was not called.
         """
         if "rest" not in self._modules:
             raise LayerError(
