@@ -138,17 +138,9 @@ class Conv2dKind(ConvolutionKind):
         """See `Kind.empty`."""
         assert isinstance(module, nn.Conv2d)
         return SketchedConv2d(
-            module.in_channels,
-            module.out_channels,
-            module.kernel_size,  # type: ignore[arg-type]
-            choice.ranks if choice.scheme == "tucker2" else choice.ranks[0],
+            **SketchedConv2d.geometry(module),
+            rank=choice.ranks if choice.scheme == "tucker2" else choice.ranks[0],
             scheme=choice.scheme,
-            stride=module.stride,  # type: ignore[arg-type]
-            padding=module.padding,  # type: ignore[arg-type]
-            dilation=module.dilation,  # type: ignore[arg-type]
-            groups=module.groups,
-            bias=module.bias is not None,
-            padding_mode=module.padding_mode,  # type: ignore[arg-type]
             device=device,
             dtype=module.weight.dtype,
         )

@@ -12,10 +12,9 @@ before it have no bias, so zeros stay zeros and copies stay copies. The weights 
 """
 
 # N batch, O out_channels, I in_channels, G groups
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.errors import LayerError, RankError, check_choice
@@ -39,10 +38,15 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.capture import is_captured
-from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered, makes_kernel
+from panther_compile.layers.convolution import (
+    PaddingMode,
+    SketchedConvolution,
+    convolved,
+    filtered,
+    makes_kernel,
+)
 from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 
-PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 CONV_SCHEMES = (*SCHEMES, "pivoted")
 # Along which axes, 0 height and 1 width, a factor has the dense kernel, stride, padding and dilation.
 _AXES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -105,7 +109,7 @@ class SketchedConv2d(SketchedConvolution):
     ) -> None:
         super().__init__()
         check_choice("scheme", scheme, CONV_SCHEMES)
-        dense = nn.Conv2d(  # checks the arguments, and turns numbers into pairs
+        dense = nn.Conv2d(
             in_channels,
             out_channels,
             kernel_size,
@@ -116,9 +120,7 @@ class SketchedConv2d(SketchedConvolution):
             padding_mode=padding_mode,
             device="meta",
         )
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size, self.stride, self.dilation = dense.kernel_size, dense.stride, dense.dilation
-        self.padding, self.padding_mode = dense.padding, dense.padding_mode
+        self._take_geometry(dense)
         self.scheme = scheme
         self._pivot_at(start, device)
         _refuse_depthwise(dense)
@@ -208,7 +210,6 @@ class SketchedConv2d(SketchedConvolution):
             **cls.geometry(like),
             rank=ranks if scheme == "tucker2" else ranks[0],
             scheme=scheme,
-            bias=like.bias is not None,
             start=start,
             device=like.weight.device,
             dtype=like.weight.dtype,
@@ -332,12 +333,7 @@ class SketchedConv2d(SketchedConvolution):
 
     def _pivoted_latent(self, x: Tensor) -> Tensor:
         """The sum x₁ + down(x₂), with the dense layer's padding and stride done on x."""
-        if not isinstance(self.padding, str) and any(self.padding):
-            height, width = self.padding
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            x = F.pad(x, (width, width, height, height), mode=mode)
-        if self.stride != (1, 1):
-            x = x[..., :: self.stride[0], :: self.stride[1]]
+        x = self._stepped_on(x)
         if is_plain(self.down, nn.Conv2d):
             return reference.pivoted_conv1x1(x, self.down.weight, start=self.start)
         pivots, others = reference.split_channels(x, self.up.in_channels, self.start)

@@ -104,9 +104,7 @@ class _SketchedConvTranspose(SketchedConvolution):
             )
 
         dense = transposed(in_channels, False, device="meta")
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        for name in ("kernel_size", "stride", "padding", "output_padding", "dilation"):
-            setattr(self, name, getattr(dense, name))
+        self._take_geometry(dense)
         largest = min(in_channels // groups, out_channels // groups * math.prod(dense.kernel_size))
         check_rank(rank, largest - (scheme == "pivoted" and largest == in_channels), what)
         if start not in (0, in_channels - rank if scheme == "pivoted" else 0):
@@ -133,10 +131,9 @@ class _SketchedConvTranspose(SketchedConvolution):
         groups, _, rank = left.shape
         dense: Any = like
         new = cls(
-            **cls.geometry(like),
+            **cls.geometry(like) | {"bias": bias is not None},
             rank=rank,
             scheme="channel" if start is None else "pivoted",
-            bias=bias is not None,
             start=start or 0,
             device="meta",
             dtype=dense.weight.dtype,
