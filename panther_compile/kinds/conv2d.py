@@ -180,7 +180,7 @@ def fit_node(
         conv.bias.zero_()
     given = [Arrival(one.batch, one.x.to(dtype), one.z.to(dtype)) for one in arrivals]
     found, error = fit_conv2d_to(conv, name, choice, config, given, None, reads=reads)
-    factors = [getattr(found, factor).weight for factor in ("down", "core", "up") if hasattr(found, factor)]
+    factors = [getattr(found, factor).weight for factor in found.stages]
     layer = SketchedConv2d.from_kernels(choice.scheme, tuple(factors), dense)
     return layer, None if found.up.bias is None else found.up.bias.detach(), error
 

@@ -35,6 +35,7 @@ class SketchedLayer(nn.Module):
     Attributes:
         scheme: how the weight is stored ("pivoted", "pair", "channel", ...).
         ranks: ranks of the factors.
+        stages: names of the factors, in the order in which they run; none of a layer of several weights.
         dense_type: the class of torch that it stands for, with sizes of the same names; `nn.Module` if none.
         rank_first: whether the weight of its last factor has the rank as its first dimension, not its second.
         no_factors: names of submodules that are neither factors nor layers that hold some.
@@ -45,6 +46,7 @@ class SketchedLayer(nn.Module):
 
     scheme: str
     ranks: tuple[int, ...]
+    stages: tuple[str, ...] = ()
     dense_type: ClassVar[type[nn.Module]] = nn.Module
     rank_first: ClassVar[bool] = False
     no_factors: ClassVar[frozenset[str]] = frozenset()

@@ -214,8 +214,8 @@ class SketchedConv2d(SketchedConvolution):
             device=like.weight.device,
             dtype=like.weight.dtype,
         )
-        for factor, kernel in zip(new._factors(), kernels, strict=True):
-            copy_into(factor.weight, kernel)
+        for name, kernel in zip(new.stages, kernels, strict=True):
+            copy_into(getattr(new, name).weight, kernel)
         if like.bias is not None and new.up.bias is not None:
             copy_into(new.up.bias, like.bias)
         take_over(new, like, like.weight.requires_grad)
@@ -338,9 +338,6 @@ class SketchedConv2d(SketchedConvolution):
             return reference.pivoted_conv1x1(x, self.down.weight, start=self.start)
         pivots, others = reference.split_channels(x, self.up.in_channels, self.start)
         return pivots + self.down(others)
-
-    def _factors(self) -> tuple[nn.Conv2d, ...]:
-        return tuple(getattr(self, name) for name in _AXES[self.scheme])
 
     def kernel_axes(self, factor: str) -> tuple[int, ...]:
         """The axes, 0 height and 1 width, along which a factor has the dense kernel, stride and padding."""

@@ -70,8 +70,7 @@ class SketchedConvolution(SketchedLayer):
 
     def _product(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense weight, from the factors, in their type or in another one; differentiable."""
-        names = ("down", "core", "up") if self.scheme == "tucker2" else ("down", "up")
-        weights = [getattr(self, name).weight for name in names]
+        weights = [getattr(self, name).weight for name in self.stages]
         if dtype is not None:
             weights = [weight.to(dtype) for weight in weights]
         if self.scheme == "pivoted":
@@ -80,6 +79,11 @@ class SketchedConvolution(SketchedLayer):
         # Of one axis and of three the kernels are laid on a plane, where the schemes are at home.
         kernels = tuple(weight.unsqueeze(-1).flatten(3) for weight in weights)
         return multiply_out(kernels, self.groups, self.scheme).reshape(self._weight_shape())
+
+    @property
+    def stages(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `SketchedLayer`."""
+        return ("down", "core", "up") if self.scheme == "tucker2" else ("down", "up")
 
     @classmethod
     def geometry(cls, layer: nn.Module) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class SketchedLinear(LinearReplacement):
         ConfigError: the form is unknown, or start does not go with it.
     """
 
+    stages = ("down", "up")
     not_shown = ("start",)
 
     def __init__(
