@@ -140,7 +140,11 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
             )
             if b.bias is not None:
                 if new.bias is None:
-                    raise ConfigError("lora_bias=True cannot be merged: the layer has no bias")
+                    core = inner_layer(base)
+                    raise ConfigError(
+                        f"lora_bias=True of the adapter {name!r} cannot be merged: its {type(base).__name__}"
+                        f"({core.in_features}, {core.out_features}) has no bias"
+                    )
                 with torch.no_grad():
                     inner_layer(new).bias.add_(self.scaling[name] * b.bias)
             if safe_merge and not all(bool(torch.isfinite(p).all()) for p in new.parameters()):
