@@ -11,6 +11,7 @@ except that ONNX Runtime has no gradients: errors at all outputs count alike.
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -101,11 +102,10 @@ def add_residual_onnx(
         check_rank(rank, min(product.matrix.shape), product.name)
     fit = _Fit(model, source, pairs, rank, target.parent)
     before = after = Closeness.unknown("no data")
-    bytes_before = [_weight_bytes(product) for product, _ in pairs]
+    report = partial(_report, pairs, rank, [_weight_bytes(product) for product, _ in pairs], sizes)
     if data is None:
         fit.by_weights()
-        stored = write_model(model, target)
-        return _report(pairs, rank, bytes_before, before, after, True, sizes, stored)
+        return report(write_model(model, target), before, after, kept=True)
     feeds = fit.feeds(data)
     judged = judged_of(feeds)
     fit.by_data(learnt_of(feeds), sequential)
@@ -118,9 +118,11 @@ def add_residual_onnx(
         if not after.share < before.share:
             raise _NoCloserError
 
+    kept = True
     try:
         stored = write_model(model, target, check=check)
     except _NoCloserError:
+        kept = False
         warnings.warn(
             f"low-rank branches fitted to this data bring outputs no closer to the dense file's on others: "
             f"{after}; without them, {before}; they are left out. Give more data, or a smaller rank",
@@ -128,8 +130,7 @@ def add_residual_onnx(
             stacklevel=2,
         )
         stored = write_model(read_model(low_path), target)
-        return _report(pairs, rank, bytes_before, before, after, False, sizes, stored)
-    return _report(pairs, rank, bytes_before, before, after, True, sizes, stored)
+    return report(stored, before, after, kept=kept)
 
 
 class _NoCloserError(Exception):
@@ -143,11 +144,12 @@ def _report(
     pairs: Pairs,
     rank: int,
     bytes_before: Sequence[int],
-    before: Closeness,
-    after: Closeness,
-    kept: bool,
     sizes: tuple[int, int],
     stored: int,
+    before: Closeness,
+    after: Closeness,
+    *,
+    kept: bool,
 ) -> ResidualReport:
     rows = [
         ResidualRow(
