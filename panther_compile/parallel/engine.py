@@ -405,9 +405,9 @@ class ParallelEngine(nn.Module):
         """
         norm_type, max_norm = float(norm_type), float(max_norm)
         if not norm_type > 0:
-            raise ConfigError(f"norm_type={norm_type!r}; it must be a number above 0, or inf")
+            raise ConfigError(f"norm_type={norm_type!r}, wanted a number above 0, or inf")
         if not max_norm >= 0:
-            raise ConfigError(f"max_norm={max_norm!r}; it must be a number, 0 or more")
+            raise ConfigError(f"max_norm={max_norm!r}, wanted a number, 0 or more")
         gradients = (
             (parameter.grad, name in self.layouts)
             for name, parameter in self.named_parameters()

@@ -158,7 +158,7 @@ class Options:
             )
         size, units = self.shard_size, self.units
         if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
-            raise ConfigTypeError(f"units={units!r}; it must be a list of names of modules")
+            raise ConfigTypeError(f"units={units!r}, wanted a list of names of modules")
         if size is not None and (size < 1 or part.mesh.dp % size):
             raise ConfigError(f"shard_size={self.shard_size!r} does not divide dp={part.mesh.dp}")
         if units is not None and (part.mesh.pp > 1 or part.mesh.tp > 1):
@@ -168,7 +168,7 @@ class Options:
         for name, kind in (("mp_policy", MixedPrecisionPolicy), ("offload_policy", OffloadPolicy)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{name} is a {type(value).__name__}; it must be torch's {kind.__name__}")
+                raise ConfigError(f"{name} is a {type(value).__name__}, wanted torch's {kind.__name__}")
 
     def _check_checkpointing(self, part: Partition, mixing: str | None) -> None:
         asked = self.activation_checkpointing

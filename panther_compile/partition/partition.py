@@ -257,9 +257,9 @@ def _read_places(
     if isinstance(hardware, Hardware | str):
         return (find_hardware(hardware),)
     if not isinstance(hardware, Sequence):
-        raise ConfigTypeError(f"hardware={hardware!r}; it must be a preset, a Hardware, or a list of such")
+        raise ConfigTypeError(f"hardware={hardware!r}, wanted a preset, a Hardware, or a list of such")
     if not hardware or not all(isinstance(one, Hardware | str) for one in hardware):
-        raise ConfigError(f"hardware={hardware!r}; it must be presets or Hardware, one for each place")
+        raise ConfigError(f"hardware={hardware!r}, wanted presets or Hardware, one for each place")
     if mesh is None:
         raise MeshError("hardware= for each place along the pipeline needs mesh=, which says how many")
     if len(hardware) != mesh.get("pp", 1):
@@ -308,9 +308,7 @@ def _read_contexts(context_parallel: int | str, mesh: Mapping[str, int] | None) 
     if context_parallel == AUTO and mesh is None:
         return _CONTEXTS
     if not is_integer(context_parallel) or context_parallel < 1:
-        raise MeshError(
-            f"context_parallel={context_parallel!r}; it must be a whole number, 1 or more, or 'auto'"
-        )
+        raise MeshError(f"context_parallel={context_parallel!r}, wanted a whole number, 1 or more, or 'auto'")
     if mesh is not None and context_parallel != 1:
         raise MeshError(f"context_parallel={context_parallel!r} is for devices=; with mesh= give it as 'cp'")
     return (int(context_parallel),)
@@ -346,7 +344,7 @@ def _check_lists(**options: object) -> None:
     """Refuse what is no list, where several are asked for."""
     for name, given in options.items():
         if isinstance(given, str) or not isinstance(given, Sequence):
-            raise ConfigTypeError(f"{name}={given!r}; it must be a list")
+            raise ConfigTypeError(f"{name}={given!r}, wanted a list")
 
 
 def _read_sizes(sizes: Sequence[int] | None, global_batch: int | None) -> list[int] | None:
@@ -356,7 +354,7 @@ def _read_sizes(sizes: Sequence[int] | None, global_batch: int | None) -> list[i
     _check_lists(microbatch_sizes=sizes)
     read = [read_integer(f"microbatch_sizes[{place}]", size) for place, size in enumerate(sizes)]
     if min(read, default=0) < 1:
-        raise MeshError(f"microbatch_sizes={sizes!r}; it must be whole numbers, 1 or more")
+        raise MeshError(f"microbatch_sizes={sizes!r}, wanted whole numbers, 1 or more")
     if global_batch is None:
         raise MeshError(f"microbatch_sizes={sizes!r} are compared at one global_batch=, which is not given")
     return read
@@ -383,5 +381,5 @@ def _read_numbers(**given: int | None) -> list[int | None]:
     read = [None if number is None else read_integer(name, number) for name, number in given.items()]
     for name, number in zip(given, read, strict=True):
         if number is not None and number < 1:
-            raise MeshError(f"{name}={number}; it must be 1 or more")
+            raise MeshError(f"{name}={number}, wanted 1 or more")
     return read
