@@ -65,11 +65,6 @@ PASSES = ("forward", "backward")
 LABELS = ("op", "model", "shape", "rows", "form", "ratio", "rank")
 
 
-def precision_of(dtype: str) -> str:
-    """The precision of float32 products, as the dispatch names it, for one of DTYPES."""
-    return "tf32" if dtype == "tf32" else "ieee"
-
-
 @dataclass(frozen=True)
 class Draw:
     """Where random leaves come from."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from kernel_cases import DTYPES, LOW_PRECISION, Case, Draw, Run, Runs, precision_of
+from kernel_cases import DTYPES, LOW_PRECISION, Case, Draw, Run, Runs
 from kernel_clock import (
     copies_wanted,
     device_times,
@@ -67,7 +67,7 @@ class Bench:
 
 def set_precision(name: str) -> None:
     """Let float32 products be IEEE or TF32; by the older settings, which Inductor reads too."""
-    tf32 = precision_of(name) == "tf32"
+    tf32 = dispatch.precision_of(name) == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
 

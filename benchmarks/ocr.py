@@ -5,10 +5,6 @@ detection by the intersection over union of where it sees text. `gauntlet.py` ca
 """
 
 import argparse
-import hashlib
-import tempfile
-import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,14 +16,11 @@ import onnxruntime as ort
 from accuracy_models.edits import edits
 from accuracy_models.efficientnet import folder_of
 from accuracy_models.written import lines, pages
-from accuracy_report import Result, Store
+from accuracy_report import Store
 from onnx_files import processor_seconds
-from onnx_peers import cut_evenly
-
-import panther_compile as pc
+from onnx_peers import described, mark_of, measure_methods
 
 BATCH, CALIBRATION, SEEN_TEXT, TURNS = 16, 192, 0.3, 7
-METHODS = ("ours-free", "ours", "svd", "svd-llm")
 
 
 @dataclass(frozen=True)
@@ -115,75 +108,26 @@ READERS = {
 
 
 def measure_ocr(name: str, options: argparse.Namespace, store: Store) -> None:
-    """All methods, ratios and seeds that are not stored yet; data is in domain or none."""
+    """All methods, ratios and seeds that are not stored yet."""
     reader = READERS[name]
     source = folder_of("rapidocr_onnxruntime") / "models" / reader.file
-    mark = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     held_out = reader.pictures(reader.held_out, 1, held_out=True)
-    wanted, speeds = answers(source, held_out), dict[float, float]()
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "small.onnx"
-        for seed in range(options.seeds):
-            data = _batches(reader.pictures(CALIBRATION, 100 + seed, held_out=False))
-            for ratio in options.ratios:
-                for method in (one for one in METHODS if one in options.methods):
-                    domain = "in" if method in ("ours", "svd-llm") else "none"
-                    key = Result(name, mark, options.quick, method, domain, ratio, seed)
-                    if key in store:
-                        continue
-                    begin = time.perf_counter()
-                    if method in ("ours", "ours-free"):
-                        report = _sketch(source, target, ratio, data if domain == "in" else None, seed)
-                    else:
-                        known = [{"x": batch} for batch in data] if domain == "in" else []
-                        report = cut_evenly(source, target, ratio, known)
-                    seconds = time.perf_counter() - begin
-                    metrics = reader.judge(answers(target, held_out), wanted, source)
-                    store.add(key, metrics, ratio, seconds)
-                    print(name, method, domain, ratio, metrics, f"{seconds:.1f} s", flush=True)
-                    if method == "ours":
-                        speeds[ratio] = times_as_fast(source, target, held_out[:8])
-                    _describe(store, name, mark, reader, report, speeds, quick=options.quick)
+    wanted, speeds = answers(source, held_out), dict[str, float]()
 
+    def draw(seed: int) -> list[dict[str, np.ndarray]]:
+        return [{"x": batch} for batch in _batches(reader.pictures(CALIBRATION, seed, held_out=False))]
 
-def _sketch(
-    source: Path, target: Path, ratio: float, data: list[np.ndarray] | None, seed: int
-) -> pc.OnnxReport:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pc.SketchQualityWarning)  # the table tells
-        return pc.sketch_onnx(source, target, ratio, data=data, seed=seed, progress=False)
+    def judge(path: Path) -> dict[str, float]:
+        return reader.judge(answers(path, held_out), wanted, source)
 
-
-def _describe(
-    store: Store,
-    name: str,
-    mark: str,
-    reader: Reader,
-    report: pc.OnnxReport,
-    speeds: Mapping[float, float],
-    *,
-    quick: bool,
-) -> None:
-    known = store.descriptions.get((name, quick), {}).get("speeds", {})
-    layers = report.plan.sketched
-    store.describe(
-        name,
-        mark,
-        {
-            "title": reader.title,
-            "dense": {metric: float(higher) for metric, higher in reader.metrics.items()},
-            "metrics": dict(reader.metrics),
-            "layers": len(layers),
-            "replaced": sum(line.dense_numbers for line in layers),
-            "numbers": sum(line.dense_numbers for line in report.plan.layers),
-            "healing": "not measured",
-            "in": f"{CALIBRATION} pictures of other words in other fonts",
-            "off": "not measured",
-            "remark": "",
-            "speeds": known | {str(ratio): round(found, 3) for ratio, found in speeds.items()},
-        },
-        quick=quick,
-    )
+    for method, ratio, target, report in measure_methods(name, source, options, store, draw, judge):
+        if method == "ours":
+            speeds[str(ratio)] = round(times_as_fast(source, target, held_out[:8]), 3)
+        inside = f"{CALIBRATION} pictures of other words in other fonts"
+        description = described(report, reader.title, reader.metrics, inside)
+        known = store.descriptions.get((name, options.quick), {}).get("speeds", {})
+        description["speeds"] = known | speeds
+        store.describe(name, mark_of(source), description, quick=options.quick)
 
 
 def times_as_fast(source: Path, target: Path, pictures: np.ndarray) -> float:

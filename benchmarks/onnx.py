@@ -13,16 +13,17 @@ import argparse
 import platform
 import sys
 import tempfile
-import time
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-# This file is called onnx.py too: run as a script, its folder would come first.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).parent]
+# This file is called onnx.py too: its folder has to come last.
+HERE = Path(__file__).parent.resolve()
+sys.path[:] = [*(entry for entry in sys.path if Path(entry or ".").resolve() != HERE), str(HERE)]
 
-import onnxruntime as ort  # noqa: E402
 import torch  # noqa: E402
 from onnx import load as load_onnx  # noqa: E402
+from onnx_files import processor_seconds, session  # noqa: E402
 from transformers import BertConfig, BertModel  # noqa: E402
 
 from panther_compile.onnx.export import export_onnx  # noqa: E402
@@ -75,20 +76,9 @@ def make_files(
 
 def measure(files: dict[float, Path], inputs: dict[str, torch.Tensor], rounds: int) -> dict[float, float]:
     """Processor seconds of the fastest turn of each file."""
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    providers = ["CPUExecutionProvider"]
-    sessions = {
-        ratio: ort.InferenceSession(file, options, providers=providers) for ratio, file in files.items()
-    }
     feed = {name: tensor.numpy() for name, tensor in inputs.items()}
-    best = dict.fromkeys(files, float("inf"))
-    for _ in range(rounds):
-        for ratio, session in sessions.items():
-            start = time.process_time()
-            session.run(None, feed)
-            best[ratio] = min(best[ratio], time.process_time() - start)
-    return best
+    calls = {ratio: partial(session(file, 1).run, None, feed) for ratio, file in files.items()}
+    return processor_seconds(calls, rounds)
 
 
 def line(

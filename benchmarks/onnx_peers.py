@@ -1,25 +1,111 @@
-"""Peers for ONNX files: the weights of linear layers and convolutions cut by SVD to equal shares.
+"""ONNX files beside their peers: the weights of linear layers and convolutions cut by SVD to equal shares.
 
 Files keep dense weights of that rank, which serve to judge by: pairs of factors would give the same.
 """
 
+import argparse
+import hashlib
+import tempfile
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
+from accuracy_report import Result, Store
 from torch.nn import functional as F
 
 import panther_compile as pc
 from panther_compile.onnx.branches import handing_out
 
+METHODS = ("ours-free", "ours", "svd", "svd-llm")
+_WITH_DATA = ("ours", "svd-llm")
+Feed = Mapping[str, np.ndarray]
 
-def cut_evenly(
-    source: Path, target: Path, ratio: float, batches: Sequence[Mapping[str, np.ndarray]]
-) -> pc.OnnxReport:
+
+def measure_methods(
+    name: str,
+    source: Path,
+    options: argparse.Namespace,
+    store: Store,
+    draw: Callable[[int], Sequence[Feed]],
+    judge: Callable[[Path], dict[str, float]],
+) -> Iterator[tuple[str, float, Path, pc.OnnxReport]]:
+    """Store all methods, ratios and seeds that are not stored yet; data is in domain or none.
+
+    Args:
+        name: of the model.
+        source: its file.
+        options: of `gauntlet.py`.
+        store: where results are kept.
+        draw: data of a seed.
+        judge: metrics of a sketched file.
+
+    Yields:
+        The method, the ratio, the file and its report.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "small.onnx"
+        for seed in range(options.seeds):
+            data = draw(100 + seed)
+            for ratio, method in product(options.ratios, (one for one in METHODS if one in options.methods)):
+                domain = "in" if method in _WITH_DATA else "none"
+                key = Result(name, mark_of(source), options.quick, method, domain, ratio, seed)
+                if key in store:
+                    continue
+                begin, known = time.perf_counter(), data if domain == "in" else ()
+                if method in ("ours", "ours-free"):
+                    report = _sketch(source, target, ratio, known, seed)
+                else:
+                    report = cut_evenly(source, target, ratio, known)
+                seconds = time.perf_counter() - begin
+                metrics = judge(target)
+                store.add(key, metrics, ratio, seconds)
+                print(name, method, domain, ratio, metrics, f"{seconds:.1f} s", flush=True)
+                yield method, ratio, target, report
+
+
+def _sketch(source: Path, target: Path, ratio: float, data: Sequence[Feed], seed: int) -> pc.OnnxReport:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", pc.SketchQualityWarning)  # the table tells
+        return pc.sketch_onnx(source, target, ratio, data=data or None, seed=seed, progress=False)
+
+
+def mark_of(source: Path) -> str:
+    """What tells a file from others."""
+    return hashlib.sha256(source.read_bytes()).hexdigest()[:12]
+
+
+def described(report: pc.OnnxReport, title: str, metrics: Mapping[str, bool], inside: str) -> dict[str, Any]:
+    """What `Store.describe` is to say of a file.
+
+    Args:
+        report: of one of its sketches.
+        title: of the model.
+        metrics: whether higher is better; the best is 1 then, else 0.
+        inside: the data in domain, in words.
+    """
+    layers = report.plan.sketched
+    return {
+        "title": title,
+        "dense": {metric: float(higher) for metric, higher in metrics.items()},
+        "metrics": dict(metrics),
+        "layers": len(layers),
+        "replaced": sum(line.dense_numbers for line in layers),
+        "numbers": sum(line.dense_numbers for line in report.plan.layers),
+        "healing": "not measured",
+        "in": inside,
+        "off": "not measured",
+        "remark": "",
+    }
+
+
+def cut_evenly(source: Path, target: Path, ratio: float, batches: Sequence[Feed]) -> pc.OnnxReport:
     """Write a file whose weights have the rank at which two factors store so many of the numbers.
 
     Args:
@@ -78,9 +164,7 @@ def _truncated(matrix: np.ndarray, rank: int, gram: np.ndarray | None) -> np.nda
     return directions @ (directions.T @ matrix)
 
 
-def _grams(
-    source: Path, names: Sequence[str], batches: Sequence[Mapping[str, np.ndarray]]
-) -> dict[str, np.ndarray]:
+def _grams(source: Path, names: Sequence[str], batches: Sequence[Feed]) -> dict[str, np.ndarray]:
     """X^T X of what each weight is multiplied with; none of those in branches that are not taken."""
     model = ir.load(source)
     readers = _readers(model, names)

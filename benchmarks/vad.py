@@ -6,23 +6,17 @@ on other recordings, each file with its own state. `gauntlet.py` calls `measure_
 """
 
 import argparse
-import hashlib
-import tempfile
-import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from accuracy_models.efficientnet import folder_of
 from accuracy_models.spoken import RATE, sentences, speak, variants
-from accuracy_report import Result, Store
+from accuracy_report import Store
 from ocr import session
-from onnx_peers import cut_evenly
+from onnx_peers import described, mark_of, measure_methods
 
-import panther_compile as pc
-
-NAME, METHODS = "silero-vad", ("ours-free", "ours", "svd", "svd-llm")
+NAME = "silero-vad"
 RECORDINGS, SECONDS = 32, 8
 STEP, CONTEXT, WIDTH = 512, 64, 128  # new samples of a call, those before them, and the width of the state
 EVERY = 8  # calls, of which one is fitted to
@@ -59,61 +53,23 @@ def chances_of(path: Path, sounds: np.ndarray) -> np.ndarray:
 
 
 def measure_vad(name: str, options: argparse.Namespace, store: Store) -> None:
-    """All ratios and seeds that are not stored yet; data is in domain or none."""
+    """All ratios and seeds that are not stored yet."""
     source = folder_of("silero_vad") / "data" / "silero_vad.onnx"
-    mark = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     sounds = recordings(1, held_out=True)
     wanted = chances_of(source, sounds)
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "small.onnx"
-        for seed in range(options.seeds):
-            heard = [given for given, _ in calls(source, recordings(100 + seed, held_out=False))]
-            for ratio in options.ratios:
-                for method in (one for one in METHODS if one in options.methods):
-                    domain = "in" if method in ("ours", "svd-llm") else "none"
-                    key = Result(name, mark, options.quick, method, domain, ratio, seed)
-                    if key in store:
-                        continue
-                    begin, data = time.perf_counter(), heard[::EVERY] if domain == "in" else None
-                    if method in ("ours", "ours-free"):
-                        report = _sketch(source, target, ratio, data, seed)
-                    else:
-                        report = cut_evenly(source, target, ratio, data or [])
-                    seconds = time.perf_counter() - begin
-                    found = chances_of(target, sounds)
-                    metrics = {
-                        "same decision": float(((found > SPEECH) == (wanted > SPEECH)).mean()),
-                        "off": float(np.abs(found - wanted).mean()),
-                    }
-                    store.add(key, metrics, ratio, seconds)
-                    print(name, method, domain, ratio, metrics, f"{seconds:.1f} s", flush=True)
-                    _describe(store, name, mark, report, quick=options.quick)
 
+    def draw(seed: int) -> list[dict[str, np.ndarray]]:
+        return [given for given, _ in calls(source, recordings(seed, held_out=False))][::EVERY]
 
-def _sketch(
-    source: Path, target: Path, ratio: float, data: list[dict[str, np.ndarray]] | None, seed: int
-) -> pc.OnnxReport:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pc.SketchQualityWarning)  # the table tells
-        return pc.sketch_onnx(source, target, ratio, data=data, seed=seed, progress=False)
+    def judge(path: Path) -> dict[str, float]:
+        found = chances_of(path, sounds)
+        return {
+            "same decision": float(((found > SPEECH) == (wanted > SPEECH)).mean()),
+            "off": float(np.abs(found - wanted).mean()),
+        }
 
-
-def _describe(store: Store, name: str, mark: str, report: pc.OnnxReport, *, quick: bool) -> None:
-    layers = report.plan.sketched
-    store.describe(
-        name,
-        mark,
-        {
-            "title": "Silero VAD (ONNX), speech in 32 ms of sound against the dense file's word",
-            "dense": {"same decision": 1.0, "off": 0.0},
-            "metrics": {"same decision": True, "off": False},
-            "layers": len(layers),
-            "replaced": sum(line.dense_numbers for line in layers),
-            "numbers": sum(line.dense_numbers for line in report.plan.layers),
-            "healing": "not measured",
-            "in": f"{RECORDINGS} recordings of {SECONDS} seconds, of other sentences by other voices",
-            "off": "not measured",
-            "remark": "",
-        },
-        quick=quick,
-    )
+    for *_, report in measure_methods(name, source, options, store, draw, judge):
+        title = "Silero VAD (ONNX), speech in 32 ms of sound against the dense file's word"
+        inside = f"{RECORDINGS} recordings of {SECONDS} seconds, of other sentences by other voices"
+        description = described(report, title, {"same decision": True, "off": False}, inside)
+        store.describe(name, mark_of(source), description, quick=options.quick)

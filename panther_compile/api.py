@@ -129,6 +129,13 @@ def plan_sketch(
     Works on models on the meta device too, whose errors are unknown, unless layers are to be timed: to time
     the whole model, it is sketched too, as without data.
 
+    Args:
+        model: see `sketchify`, and so for the ratio and the options.
+        ratio: stored numbers of the replaced layers over their dense count, in (0, 1].
+        example_inputs: with `objective="latency"`, a batch to time layers and model on.
+        config: options, in place of the defaults.
+        **options: the fields of `SketchConfig`.
+
     Raises:
         ConfigError, ConfigTypeError, NoTargetError, WrappedModelError: see `sketchify`.
         WeightError: a weight holds NaN or Inf, or has no data to be timed with.

@@ -5,7 +5,6 @@ from their checksum, then `sketch.json` is put in place in one step: a directory
 the old one or the new one, at every moment. Files that `sketch.json` no longer names are removed last.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -20,13 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils import parametrize
 
-from panther_compile.config import OF_CLASS, check_device
+from panther_compile.config import OF_CLASS, check_device, check_is_module
 from panther_compile.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointMismatchError,
-    CheckpointVersionError,
-    ConfigTypeError,
 )
 from panther_compile.kinds.plain_form import note_origin, plain_form
 from panther_compile.kinds.registry import described_layer
@@ -45,12 +42,12 @@ from panther_compile.planning.own_weights import lifted, lower_own_weights
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_record
 from panther_compile.storage import (
     checked_path,
-    document_sha256,
     file_sha256,
     flush,
-    keeps_checksum,
     locked,
+    read_document,
     scratch_folder,
+    write_document,
 )
 from panther_compile.typed_json import read_record
 
@@ -119,7 +116,7 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
             factor makes its weight of other tensors.
     """
     path = checked_path(directory, "directory")
-    _check_module(model, "model")
+    check_is_module("model", model)
     model = unwrapped(model)
     advice = "call sketchify first"
     if RECORD_ATTRIBUTE in vars(model):
@@ -135,8 +132,6 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
             checksum = file_sha256(weights)
             weights_name = f"weights-{checksum[:16]}.safetensors"
             document = {
-                "format": FORMAT,
-                "version": FORMAT_VERSION,
                 "model": type(model).__name__,
                 "weights": {"file": weights_name, "sha256": checksum},
                 "aliases": aliases,
@@ -144,8 +139,7 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
                 "layers": layers_to_json(model, layers),
                 "record": record_to_json(model.__dict__.get(RECORD_ATTRIBUTE)),
             }
-            document["sha256"] = document_sha256(document)
-            plan.write_text(json.dumps(document, indent=1))
+            write_document(plan, document, FORMAT, FORMAT_VERSION)
             weights.chmod(plan.stat().st_mode)  # safetensors writes for the owner alone
             flush(weights, plan)
             with locked(path):
@@ -177,7 +171,7 @@ def load_sketched(
         CheckpointMismatchError: it is of another model than the skeleton.
     """
     path = checked_path(directory, "directory")
-    _check_module(skeleton, "skeleton")
+    check_is_module("skeleton", skeleton)
     if device is None:
         device = next((p.device for p in skeleton.parameters() if not p.is_meta), torch.device("cpu"))
     else:
@@ -191,11 +185,6 @@ def load_sketched(
     turn_off_nested_tensors(model)
     keep_record(model, document.record)
     return model  # type: ignore[return-value]
-
-
-def _check_module(given: object, name: str) -> None:
-    if not isinstance(given, nn.Module):
-        raise ConfigTypeError(f"{name} is a {type(given).__name__}, wanted an nn.Module")
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -297,22 +286,10 @@ def _stamp(file: Path) -> tuple[int, ...] | None:
 def _read_document(path: Path) -> SketchDocument:
     file = path / PLAN_FILE
     try:
-        document = json.loads(file.read_text())
+        text = file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path} holds no readable checkpoint: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointCorruptError(f"{file} is not JSON, it was cut short or changed: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointCorruptError(f"{file} is not a {FORMAT} file")
-    version = document.get("version")
-    if type(version) is not int or version > FORMAT_VERSION:
-        raise CheckpointVersionError(
-            f"{file} has format version {version!r}, this panther_compile reads up to {FORMAT_VERSION}: "
-            "upgrade it"
-        )
-    if not keeps_checksum(document):
-        raise CheckpointCorruptError(f"{file} was changed after it was written: its checksum does not match")
-    return read_record(SketchDocument, document, str(file))
+    return read_record(SketchDocument, read_document(text, file, FORMAT, FORMAT_VERSION), str(file))
 
 
 def _read_weights(path: Path, document: SketchDocument, device: torch.device) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypedDict, TypeGuard, cast
 import torch
 from torch import nn
 
-from panther_compile.errors import ConfigError, ConfigTypeError, first_line
+from panther_compile.errors import ConfigError, ConfigTypeError, check_choice, first_line
 from panther_compile.factorization.factorize import METHODS
 from panther_compile.factorization.sketches import SKETCH_KINDS
 
@@ -113,12 +113,12 @@ class SketchConfig:
         for option in ("include", "exclude"):
             for selector in selectors(getattr(self, option)):
                 _check_selector(option, selector)
-        _check_choice("method", self.method, METHODS)
+        check_choice("method", self.method, METHODS)
         if not is_keys(self.output):
-            _check_choice("output", self.output, tuple(OUTPUTS))
-        _check_choice("refine", self.refine, REFINEMENTS)
-        _check_choice("sketch", self.sketch, SKETCH_KINDS)
-        _check_choice("attention", self.attention, ATTENTIONS)
+            check_choice("output", self.output, tuple(OUTPUTS))
+        check_choice("refine", self.refine, REFINEMENTS)
+        check_choice("sketch", self.sketch, SKETCH_KINDS)
+        check_choice("attention", self.attention, ATTENTIONS)
         if self.sketch != "gaussian" and self.method == "svd":
             raise ConfigError(
                 f"sketch={self.sketch!r} conflicts with method={self.method!r}, which draws no test matrix"
@@ -130,7 +130,7 @@ class SketchConfig:
         if self.seed > MAX_SEED:
             raise ConfigError(f"seed={self.seed!r}, wanted at most {MAX_SEED}")
         check_type("allow_slower", self.allow_slower, bool)
-        _check_choice("objective", self.objective, OBJECTIVES)
+        check_choice("objective", self.objective, OBJECTIVES)
         if self.allow_slower and self.objective == "latency":
             raise ConfigError("allow_slower=True conflicts with objective='latency', under which nothing is")
         if self.cache_ratio is not None:
@@ -243,11 +243,6 @@ def _takes_two(function: Callable[..., object]) -> bool:
     return True
 
 
-def _check_choice(option: str, given: object, known: tuple[str, ...]) -> None:
-    if not isinstance(given, str) or given not in known:
-        raise ConfigError(f"{option}={given!r}, wanted one of {', '.join(map(repr, known))}")
-
-
 def is_integer(given: object) -> TypeGuard[int]:
     """Whether it is an integer, of Python or numpy, and no truth."""
     return isinstance(given, Integral) and not isinstance(given, bool)
@@ -304,6 +299,12 @@ def check_type(option: str, given: object, *wanted: type) -> None:
     if not isinstance(given, wanted):
         names = " or ".join(kind.__name__ for kind in wanted)
         raise ConfigTypeError(f"{option}={given!r} is a {type(given).__name__}, wanted {names}")
+
+
+def check_is_module(argument: str, given: object) -> None:
+    """Raise ConfigTypeError unless an argument is a module."""
+    if not isinstance(given, nn.Module):
+        raise ConfigTypeError(f"{argument} is a {type(given).__name__}, wanted an nn.Module")
 
 
 def read_options(

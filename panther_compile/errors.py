@@ -50,6 +50,7 @@ SketchQualityWarning (UserWarning)    a sketched model answers little of what th
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import NoneType
 
 _SHOWN = 5  # names that an error lists
 
@@ -233,6 +234,12 @@ class ResumeError(CheckpointError):
 def first_line(error: BaseException) -> str:
     """The first line of a message, where another library writes pages; empty if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def check_choice(option: str, given: object, known: Sequence[object]) -> None:
+    """Raise ConfigError unless an option is one of its values: texts, truths or None."""
+    if not isinstance(given, str | bool | NoneType) or given not in known:
+        raise ConfigError(f"{option}={given!r}, wanted one of {', '.join(map(repr, known))}")
 
 
 def no_model(folder: Path, error: Exception) -> ModelSourceError:

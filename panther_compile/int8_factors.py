@@ -12,7 +12,7 @@ from panther_compile.factorization.pivot import from_pivoted
 from panther_compile.layers.base import check_factors, is_plain, outermost, sketched_layers, take_over
 from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.layers.narrow import inner_layer
 from panther_compile.models.batches import Call, Data, check_rows, kept_positions, record_calls, run_dense
 from panther_compile.models.substitute import copy_with, replace_inside
 from panther_compile.models.surroundings import eval_mode, undisturbed
@@ -56,18 +56,14 @@ def prepare_int8(model: Model, data: Data | None = None, *, inplace: bool = Fals
             new |= _rewritten(group, next((seen[one] for one in group if one in seen), None))
         result = replace_inside(model, new) if inplace else copy_with(model, new)
         lower_own_weights(result)
-    for layer in outermost(result):
-        if isinstance(layer, NarrowLinear):
-            layer.ranks = (layer.ranks[0], *getattr(layer.narrow, "ranks", ()))
     return result  # type: ignore[return-value]
 
 
 def rounded_layers(model: nn.Module) -> list[SketchedLinear]:
     """The layers that `prepare_int8` writes anew, those within narrow ones too."""
-    layers = [one.narrow if isinstance(one, NarrowLinear) else one for one in outermost(model)]
     return [
         layer
-        for layer in layers
+        for layer in map(inner_layer, outermost(model))
         if isinstance(layer, SketchedLinear)
         and is_plain(layer.down, nn.Linear)
         and is_plain(layer.up, nn.Linear)

@@ -22,6 +22,19 @@ def attribute(root: nn.Module, name: str) -> Any:
     return getattr(*owner_of(root, name))
 
 
+def is_parameter(root: nn.Module, name: str) -> bool:
+    """Whether the attribute of a name is a parameter, and no buffer or constant."""
+    return isinstance(attribute(root, name), nn.Parameter)
+
+
+def free_name(root: nn.Module, stem: str) -> str:
+    """A name that a module has no attribute of: the stem, or the first of stem_1, stem_2, ..."""
+    name, number = stem, 1
+    while hasattr(root, name):
+        name, number = f"{stem}_{number}", number + 1
+    return name
+
+
 def is_persistent(root: nn.Module, name: str) -> bool:
     """Whether a state dict holds a buffer."""
     owner, leaf = owner_of(root, name)

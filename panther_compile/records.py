@@ -11,10 +11,10 @@ from torch.fx.graph_module import _USER_PRESERVED_ATTRIBUTES_KEY
 from panther_compile.errors import CheckpointError, ConfigError, ConfigTypeError
 from panther_compile.factorization.candidates import Candidate
 from panther_compile.factorization.cost import Device
-from panther_compile.reporting.folding import fold
+from panther_compile.reporting.layer_table import LayerTable
 from panther_compile.reporting.plan_text import PLAN_COLUMNS, allocation_text, seconds_text
 from panther_compile.reporting.ratio_curve import RatioCurve
-from panther_compile.reporting.tables import data_frame, render_html, render_table, share, stored_share
+from panther_compile.reporting.tables import data_frame
 from panther_compile.typed_json import read_record
 
 
@@ -263,37 +263,13 @@ class SketchPlan:
 
     def __str__(self) -> str:
         """A table: one line for each weight, layers that repeat in one, then the totals."""
-        rows, footer = self._cells()
-        shown = [row for row, _ in fold(rows, same=(1, 3))]
-        return render_table(
-            "Sketch plan", PLAN_COLUMNS, shown, footer, optional=("kind", "shape", "dense", "weight error")
-        )
+        return self._table().text(optional=("kind", "shape", "dense", "weight error"))
 
     def _repr_html_(self) -> str:
         """The same in a notebook, the share that each layer would store drawn as a bar."""
-        rows, footer = self._cells()
-        folded = fold(rows, same=(1, 3))
-        bars = [stored_share([self.layers[place] for place in places]) for _, places in folded]
-        shown = [row for row, _ in folded]
-        return render_html("Sketch plan", PLAN_COLUMNS, shown, footer, bars=bars, bar_column="ratio")
+        return self._table().html()
 
-    def _cells(self) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-        """Rows and lines below of the table."""
-        rows: list[tuple[str, ...]] = [
-            (
-                line.name or "(model)",
-                line.kind,
-                "x".join(map(str, line.shape)),
-                line.choice.scheme if line.choice else "dense",
-                "x".join(map(str, line.choice.ranks)) if line.choice else "",
-                f"{line.dense_numbers:,}",
-                f"{line.stored_numbers:,}",
-                share(line.stored_numbers, line.dense_numbers),
-                "" if line.choice is None or line.choice.error is None else f"{line.choice.error:.3f}",
-                "; ".join(filter(None, (line.shared_text, line.reason))),
-            )
-            for line in self.layers
-        ]
+    def _table(self) -> LayerTable:
         footer = (
             f"{len(self.sketched)} of {len(self.layers)} layers to be sketched"
             f"{f', {len(self.whole)} kept whole' * bool(self.whole)}: {self.stored_numbers:,} of "
@@ -302,7 +278,7 @@ class SketchPlan:
             *filter(None, (allocation_text(self.allocation, self.tried, self.undecided),)),
             *filter(None, (seconds_text(self.seconds),)),
         )
-        return rows, footer
+        return LayerTable("Sketch plan", PLAN_COLUMNS, self.layers, footer)
 
 
 @dataclass(frozen=True, slots=True)

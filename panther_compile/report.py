@@ -24,11 +24,11 @@ from panther_compile.records import (
     SketchRecord,
     kept_attribute,
 )
-from panther_compile.reporting.folding import fold
+from panther_compile.reporting.layer_table import Column, LayerTable
 from panther_compile.reporting.plan_text import allocation_text, seconds_text
 from panther_compile.reporting.plots import draw_layers
 from panther_compile.reporting.ratio_curve import RatioCurve
-from panther_compile.reporting.tables import data_frame, render_html, render_table, share, stored_share
+from panther_compile.reporting.tables import data_frame, number, share, stored_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,54 +208,17 @@ class SketchReport:
 
     def __str__(self) -> str:
         """How close the outputs are; a table, layers that repeat in one line; the totals."""
-        columns, rows, footer = self._cells()
-        fitted = any(row.output_error is not None for row in self.rows)
-        width, shown = 190 if fitted else 160, [row for row, _ in fold(rows, same=(1, 2))]
-        table = render_table("Sketch report", columns, shown, footer, width=width, optional=_OPTIONAL)
+        width = 190 if any(row.output_error is not None for row in self.rows) else 160
+        table = self._table().text(width=width, optional=_OPTIONAL)
         return table if self.closeness is None else f"{self.closeness}\n{table}"
 
     def _repr_html_(self) -> str:
         """The same in a notebook, the share that each layer stores drawn as a bar."""
-        columns, rows, footer = self._cells()
-        folded = fold(rows, same=(1, 2))
-        bars = [stored_share([self.rows[place] for place in places]) for _, places in folded]
-        rows = [row for row, _ in folded]
-        above = () if self.closeness is None else (str(self.closeness),)
-        return render_html("Sketch report", columns, rows, footer, above=above, bars=bars, bar_column="ratio")
+        return self._table().html(() if self.closeness is None else (str(self.closeness),))
 
-    def _cells(self) -> tuple[tuple[tuple[str, str], ...], list[tuple[str, ...]], tuple[str, ...]]:
-        """Columns, rows and lines below of the table."""
+    def _table(self) -> LayerTable:
         fitted = any(row.output_error is not None for row in self.rows)
-        rows = [
-            (
-                row.name or "(model)",
-                row.kind,
-                row.scheme,
-                "x".join(map(str, row.ranks)),
-                f"{row.dense_numbers:,}",
-                f"{row.stored_numbers:,}",
-                share(row.stored_numbers, row.dense_numbers),
-                share(row.macs, row.dense_macs),
-                _number(row.error),
-                *(map(_number, (row.predicted_error, row.output_error)) if fitted else ()),
-                *((_number(row.sensitivity, ".1e"),) if fitted else ()),
-                "; ".join(filter(None, (row.method or row.reason, row.shared, row.note))),
-            )
-            for row in self.rows
-        ]
-        columns = (
-            ("layer", "left"),
-            ("kind", "left"),
-            ("scheme", "left"),
-            ("rank", "right"),
-            ("dense", "right"),
-            ("stored", "right"),
-            ("ratio", "right"),
-            ("FLOPs", "right"),
-            ("weight error", "right"),
-            *((("predicted", "right"), ("output", "right"), ("sensitivity", "right")) if fitted else ()),
-            ("method, or why not", "left"),
-        )
+        columns = [one for one in _COLUMNS if fitted or one[0] not in _OF_DATA]
         whole, put_back = self._whole, self._put_back
         macs = sum(row.macs for row in (*self.sketched, *whole, *put_back))
         dense_macs = sum(row.dense_macs for row in (*self.sketched, *whole, *put_back))
@@ -283,11 +246,31 @@ class SketchReport:
                 ),
             ),
         )
-        return columns, rows, footer
+        return LayerTable("Sketch report", columns, self.rows, footer)
 
 
 _NO_RECORD = SketchRecord(SketchPlan((), "-", "-"), {})  # of a model that was loaded without one
 _PUT_BACK = "put back to dense after the sketch"
+_COLUMNS: tuple[Column, ...] = (
+    ("layer", "left", lambda row: row.name or "(model)"),
+    ("kind", "left", lambda row: row.kind),
+    ("scheme", "left", lambda row: row.scheme),
+    ("rank", "right", lambda row: "x".join(map(str, row.ranks))),
+    ("dense", "right", lambda row: f"{row.dense_numbers:,}"),
+    ("stored", "right", lambda row: f"{row.stored_numbers:,}"),
+    ("ratio", "right", lambda row: share(row.stored_numbers, row.dense_numbers)),
+    ("FLOPs", "right", lambda row: share(row.macs, row.dense_macs)),
+    ("weight error", "right", lambda row: number(row.error)),
+    ("predicted", "right", lambda row: number(row.predicted_error)),
+    ("output", "right", lambda row: number(row.output_error)),
+    ("sensitivity", "right", lambda row: number(row.sensitivity, ".1e")),
+    (
+        "method, or why not",
+        "left",
+        lambda row: "; ".join(filter(None, (row.method or row.reason, row.shared, row.note))),
+    ),
+)
+_OF_DATA = ("predicted", "output", "sensitivity")
 # Columns that a narrow terminal does without, the first one first.
 _OPTIONAL = ("sensitivity", "predicted", "kind", "FLOPs", "dense", "scheme", "stored", "weight error")
 
@@ -469,7 +452,3 @@ def _row(name: str, layer: SketchedLayer, fitted: Fitted | None) -> ReportRow:
         sensitivity=fitted.sensitivity,
         note=fitted.note,
     )
-
-
-def _number(value: float | None, digits: str = ".3f") -> str:
-    return "" if value is None else f"{value:{digits}}"

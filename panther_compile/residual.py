@@ -344,7 +344,7 @@ def _selected(
     kept = set(layers) if include is None else picked("include", include)
     kept -= picked("exclude", exclude)
     if not kept:
-        raise NoTargetError("include and exclude leave no quantized layer")
+        raise NoTargetError(f"{include=} and {exclude=} leave no quantized layer of {len(layers)}")
     return {name: twin for name, twin in twins.items() if name in kept}
 
 

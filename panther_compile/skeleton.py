@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from panther_compile.config import Selector, SketchConfig
-from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError
+from panther_compile.config import Selector, SketchConfig, check_is_module
+from panther_compile.errors import ConfigError, NoTargetError
 from panther_compile.kinds.parts import empty_site, replacements_of
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.substitute import copy_with
@@ -36,8 +36,7 @@ def sketch_skeleton(model: Model, ratio: float | Mapping[Selector, float] = 0.5,
         ConfigTypeError: the model is no `nn.Module`.
         NoTargetError: nothing in the model can be sketched.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    check_is_module("model", model)
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
             raise ConfigError(

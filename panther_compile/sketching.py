@@ -229,7 +229,9 @@ def learn(
         studied = _study(prepared, config, fitted, look, resume, doubted=doubted)
         prepared = replace(prepared, found=studied.found)
     elif config.objective == "cache":
-        raise ConfigError("objective='cache' needs data that the layers can be fitted to")
+        raise ConfigError(
+            f"objective='cache' needs data that layers can be fitted to: {unused or 'none can be made up'}"
+        )
     if first and config.objective == "latency" and example is None:
         prepared = replace(prepared, found=time_sites(prepared.model, prepared.found, first[0]))
     if studied is not None:

@@ -21,7 +21,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from panther_compile.errors import ConfigError, ConfigTypeError
+from panther_compile.errors import (
+    CheckpointCorruptError,
+    CheckpointVersionError,
+    ConfigError,
+    ConfigTypeError,
+)
 
 if sys.platform != "win32":
     import fcntl
@@ -81,12 +86,41 @@ def document_sha256(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def keeps_checksum(document: Mapping[str, Any]) -> bool:
-    """Whether a document's entry "sha256" is its checksum."""
+def write_document(file: Path, document: Mapping[str, Any], form: str, version: int) -> None:
+    """Write a JSON document with its format, its version and its checksum; `read_document` reads it."""
+    whole = {"format": form, "version": version, **document}
+    whole["sha256"] = document_sha256(whole)
+    file.write_text(json.dumps(whole, indent=1))
+
+
+def read_document(text: bytes, file: Path, form: str, version: int) -> dict[str, Any]:
+    """The JSON document that `write_document` wrote.
+
+    Args:
+        text: what the file holds.
+        file: its path, for messages.
+        form: the format that it must be of.
+        version: the newest that is known.
+
+    Raises:
+        CheckpointCorruptError: it is no JSON, of another format, or was changed after it was written.
+        CheckpointVersionError: it is of a newer version.
+    """
     try:
-        return document.get("sha256") == document_sha256(document)
-    except RecursionError:
-        return False
+        document = json.loads(text)
+        if not isinstance(document, dict) or document.get("format") != form:
+            raise CheckpointCorruptError(f"{file} is not a {form} file")
+        found = document.get("version")
+        if type(found) is not int or found > version:
+            raise CheckpointVersionError(
+                f"{file} has format version {found!r}, this panther_compile reads up to {version}: upgrade it"
+            )
+        checksum = document_sha256(document)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{file} is not JSON, it was cut short or changed: {error}") from error
+    if document.get("sha256") != checksum:
+        raise CheckpointCorruptError(f"{file} was changed after it was written: its checksum does not match")
+    return document
 
 
 def flush(*paths: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.names import attribute
 from panther_compile.passes.batchnorm_calls import STATISTICS, read_batchnorm
 from panther_compile.passes.convolution_calls import is_read, own_convolution
@@ -98,17 +99,7 @@ def _folded(conv: nn.Conv2d, norm: dict[str, Any]) -> nn.Conv2d:
     shift = -mean * scale if conv.bias is None else (conv.bias.double() - mean) * scale
     if norm["bias"] is not None:
         shift = shift + norm["bias"].double()
-    folded = nn.Conv2d(
-        conv.in_channels,
-        conv.out_channels,
-        conv.kernel_size,  # type: ignore[arg-type]
-        conv.stride,  # type: ignore[arg-type]
-        conv.padding,  # type: ignore[arg-type]
-        conv.dilation,  # type: ignore[arg-type]
-        conv.groups,
-        padding_mode=conv.padding_mode,  # type: ignore[arg-type]
-        device="meta",
-    )
+    folded = nn.Conv2d(**SketchedConv2d.geometry(conv), device="meta")
     like = conv.weight
     weight = (like.double() * scale[:, None, None, None]).to(like.dtype)
     folded.weight = nn.Parameter(weight.contiguous(memory_format=_layout(like)), like.requires_grad)

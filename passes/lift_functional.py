@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from panther_compile.kinds.match import why_not_plain
 from panther_compile.kinds.registry import find_functional
-from panther_compile.names import attribute, dotted, owner_of
+from panther_compile.names import attribute, dotted, free_name, owner_of
 from panther_compile.passes.runner import PassResult
 
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("matmul", "mm", "addmm"))
@@ -147,10 +147,7 @@ def _place(graph_module: fx.GraphModule, weight_name: str, bias: fx.Node | None,
     if owner_name and leaf == "weight" and own_bias and bare and held == needed:
         graph_module.set_submodule(owner_name, layer)
         return owner_name
-    stem = f"{leaf}_{type(layer).__name__.lower()}"
-    name, number = stem, 1
-    while hasattr(owner, name):
-        name, number = f"{stem}_{number}", number + 1
+    name = free_name(owner, f"{leaf}_{type(layer).__name__.lower()}")
     owner.add_module(name, layer)
     return dotted(owner_name, name)
 

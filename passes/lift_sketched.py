@@ -28,7 +28,7 @@ from torch import fx, nn
 
 from panther_compile.kinds.match import is_plain_linear
 from panther_compile.layers.linear import SketchedConv1D, SketchedLinear
-from panther_compile.names import attribute
+from panther_compile.names import attribute, free_name
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.side_effects import acts
 
@@ -151,13 +151,11 @@ def _place(graph_module: fx.GraphModule, call: _Call) -> str:
     if owner_name and leaf == "up" and bare:
         graph_module.set_submodule(owner_name, layer)
         return owner_name
-    stem, number = f"{call.up}_sketched".replace(".", "_"), 0
-    name = stem
-    while hasattr(graph_module, name):
-        if _is_same(getattr(graph_module, name), layer):
+    stem = f"{call.up}_sketched".replace(".", "_")
+    for name, child in graph_module.named_children():
+        if name.startswith(stem) and _is_same(child, layer):
             return name
-        number += 1
-        name = f"{stem}_{number}"
+    name = free_name(graph_module, stem)
     graph_module.add_module(name, layer)
     return name
 

@@ -38,6 +38,7 @@ from torch import Tensor, fx, nn
 from panther_compile.factorization import cost
 from panther_compile.kinds.match import is_plain_linear
 from panther_compile.layers.linear import SketchedLinear
+from panther_compile.names import free_name
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.side_effects import acts
 from panther_compile.passes.sketched_calls import is_intact, rows_of
@@ -157,7 +158,7 @@ def _merge(graph_module: fx.GraphModule, nodes: list[fx.Node], layers: list[Laye
     if len(distinct) == 1:
         name = str(nodes[0].target) if isinstance(layers[0], nn.Linear) else f"{nodes[0].target}.down"
     else:
-        name = _free_name(graph_module, f"{nodes[0].target}_merged".replace(".", "_"))
+        name = free_name(graph_module, f"{nodes[0].target}_merged".replace(".", "_"))
         graph_module.add_module(name, _merged_linear(distinct))
     kind, width = _kind(layers[0]), _width(distinct)
     inputs = layers[0].in_features
@@ -214,10 +215,3 @@ def _padded(layer: Layer, width: int) -> Tensor:
         return layer.weight
     missing = width - layer.down.in_features
     return F.pad(layer.down.weight, (missing, 0) if layer.start == 0 else (0, missing))
-
-
-def _free_name(graph_module: fx.GraphModule, stem: str) -> str:
-    name, number = stem, 1
-    while hasattr(graph_module, name):
-        name, number = f"{stem}_{number}", number + 1
-    return name

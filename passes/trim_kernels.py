@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from panther_compile.layers.conv2d import SketchedConv2d
 from panther_compile.passes.convolution_calls import own_convolution
 from panther_compile.passes.runner import PassResult
 from panther_compile.passes.sketched_calls import layout_of
@@ -120,17 +121,8 @@ def _meets_input(start: int, stride: int, positions: int, size: int) -> bool:
 @torch.no_grad()
 def _cut(conv: nn.Conv2d, axes: list[_Axis]) -> nn.Conv2d:
     rows, columns = (slice(one.first, one.first + one.taps) for one in axes)
-    new = nn.Conv2d(
-        conv.in_channels,
-        conv.out_channels,
-        (axes[0].taps, axes[1].taps),
-        conv.stride,  # type: ignore[arg-type]
-        _own_padding(axes),
-        conv.dilation,  # type: ignore[arg-type]
-        conv.groups,
-        conv.bias is not None,
-        device="meta",
-    )
+    cut = {"kernel_size": (axes[0].taps, axes[1].taps), "padding": _own_padding(axes)}
+    new = nn.Conv2d(**SketchedConv2d.geometry(conv) | cut, device="meta")
     weight = conv.weight.detach()[:, :, rows, columns].clone(memory_format=torch.contiguous_format)
     new.weight = nn.Parameter(weight, conv.weight.requires_grad)
     new.bias = conv.bias

@@ -360,7 +360,7 @@ def test_reports_of_what_is_no_model(read, given):
 def test_other_arguments_of_other_types(given):
     with pytest.raises(ConfigTypeError, match=r"state_dict is a .*, wanted what"):
         pc.load_residual(mlp(), given)
-    with pytest.raises(ConfigTypeError, match=r"part is a .*; it must be what partition_model gives"):
+    with pytest.raises(ConfigTypeError, match=r"part is a .*, wanted what partition_model gives"):
         pc.check_layout(given)
     with pytest.raises(ConfigTypeError, match=r"model is a .*, wanted an nn.Module"):
         pc.project_state_dict(given, {})

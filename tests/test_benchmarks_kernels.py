@@ -68,7 +68,7 @@ def test_labels_tell_cases_apart():
 
 def test_half_types_come_first(monkeypatch, tmp_path):
     assert list(DTYPES) == ["bf16", "fp16", "tf32", "fp32"]
-    assert [kernel_cases.precision_of(name) for name in DTYPES] == ["ieee", "ieee", "tf32", "ieee"]
+    assert [dispatch.precision_of(name) for name in DTYPES] == ["ieee", "ieee", "tf32", "ieee"]
 
 
 def test_a_kernel_is_only_timed_where_there_is_one():

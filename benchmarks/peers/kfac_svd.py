@@ -22,11 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 from torch import Tensor, nn
 
-from peers.budget import pair_numbers
+from peers.budget import choose_one_each, pair_numbers
 from peers.calibration import call, main_output, square_root
 from peers.job import Job
 from peers.layers import factored, with_matrix
@@ -167,7 +165,6 @@ def _depth(job: Job, alpha: float, gamma: float, vision: bool) -> dict[str, floa
 def _choose(job: Job, ratio: float, errors: Mapping[str, Tensor]) -> dict[str, int | None]:
     """The ranks of least error in the budget, None for a layer that stays dense; by an integer program."""
     dense = {name: job.shapes[name][0] * job.shapes[name][1] for name in job.names}
-    budget = job.budget(ratio)
     least = LEAST if ratio >= 0.5 else LEAST_BELOW_HALF
     columns: list[tuple[str, int | None, float, float]] = []
     for name in job.names:
@@ -176,23 +173,10 @@ def _choose(job: Job, ratio: float, errors: Mapping[str, Tensor]) -> dict[str, i
         columns.append((name, None, 0.0, dense[name]))
         for rank in sorted({round(one) for one in np.linspace(low, high, STEPS)}):
             columns.append((name, rank, float(errors[name][rank]), pair_numbers(*job.shapes[name], rank)))
-    cost = np.array([column[2] for column in columns])
-    rows = [job.names.index(column[0]) for column in columns]
-    one_each = coo_array((np.ones(len(columns)), (rows, range(len(columns)))))
-    scale = 1 / max(cost.max(), 1e-30)
-    solved = milp(
-        cost * scale,
-        constraints=[
-            LinearConstraint(one_each, 1, 1),
-            LinearConstraint(np.array([[column[3] / budget for column in columns]]), -np.inf, 1),
-        ],
-        integrality=np.ones(len(columns)),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 1e-3, "time_limit": 20},
+    scale = 1 / max(max(column[2] for column in columns), 1e-30)
+    return choose_one_each(
+        [(*column[:2], column[2] * scale, column[3]) for column in columns], job.budget(ratio)
     )
-    if solved.x is None:
-        raise ValueError(f"no ranks fit {ratio=}: {solved.message}")
-    return {column[0]: column[1] for column, taken in zip(columns, solved.x, strict=True) if taken > 0.5}
 
 
 def _replaced(job: Job, ranks: Mapping[str, int | None]) -> nn.Module:

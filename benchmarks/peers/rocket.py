@@ -14,13 +14,11 @@ integers of 32 that count as a number each, so that what is written down is all 
 moves half a percent of the coefficients between outputs, and refines by descent; both are left out.
 """
 
-import numpy as np
 import torch
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from peers.budget import choose_one_each
 from peers.job import Job
 from peers.layers import Factored, factored, first_layer
 from peers.nested import Factors
@@ -132,23 +130,9 @@ def compress(job: Job, ratio: float) -> nn.Module:
 
 def _choose(job: Job, layers: dict[str, _Layer], ratio: float) -> dict[str, tuple[int, int]]:
     """(r, s) of each layer."""
-    budget = job.budget(ratio)
     columns = [
         (name, choice, error, stored(*job.shapes[name], *choice))
         for name, layer in layers.items()
         for choice, error in layer.errors.items()
     ]
-    rows = [job.names.index(column[0]) for column in columns]
-    solved = milp(
-        np.array([column[2] for column in columns]),
-        constraints=[
-            LinearConstraint(coo_array((np.ones(len(columns)), (rows, range(len(columns))))), 1, 1),
-            LinearConstraint(np.array([[column[3] / budget for column in columns]]), -np.inf, 1),
-        ],
-        integrality=np.ones(len(columns)),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 1e-3, "time_limit": 20},
-    )
-    if solved.x is None:
-        raise ValueError(f"no shares fit {ratio=}: {solved.message}")
-    return {column[0]: column[1] for column, taken in zip(columns, solved.x, strict=True) if taken > 0.5}
+    return choose_one_each(columns, job.budget(ratio))

@@ -323,7 +323,11 @@ class _QuietCall(Call):
 def _example(inputs: Sequence[Any]) -> tuple[Any, ...]:
     """The inputs of a graph to run it on: sizes that may vary are those of the call being compiled."""
     if any(isinstance(value, FakeTensor) for value in inputs):
-        raise BackendError("objective='latency' times layers on the inputs of the call, which are fake here")
+        fake = ", ".join(str(tuple(value.shape)) for value in inputs if isinstance(value, FakeTensor))
+        raise BackendError(
+            "objective='latency' times layers on the inputs of the call, wanted tensors with numbers: those "
+            f"of {fake} are fake"
+        )
     return tuple(value.node.hint if isinstance(value, SymInt) else value for value in inputs)
 
 

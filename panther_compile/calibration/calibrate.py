@@ -79,10 +79,7 @@ def study_model(
         ConfigTypeError: the model cannot be copied.
         ResumeError: the folder is of another run, or cannot be used.
     """
-    targets, left_alone = find_targets([site for site, _ in found.sites])
-    for name in look.hidden.intersection(targets):
-        left_alone[name] = "it is called under torch.func (vmap, jvp, grad), where its input cannot be read"
-    targets = {name: target for name, target in targets.items() if name not in look.hidden}
+    targets, left_alone = _readable_targets(found, look)
     folder: CalibrationFolder | None = None
     kept: Study | None = None
     if resume is not None:
@@ -99,7 +96,7 @@ def study_model(
     cached = _find_cached(model, targets, calls) if config.objective == "cache" else ()
     couplings: Sequence[Coupling] = ()
     if config.narrow and kept is None:
-        writers = {name for one in cached for name in one.names}
+        writers = _written(cached)
         coupled = find_couplings(watch(model, targets), targets, looked_at)
         couplings = [one for one in coupled if writers.isdisjoint(one.names)]
     freed.give_back()
@@ -142,6 +139,20 @@ def study_model(
     if kept is None and folder is not None:
         folder.keep_study(studied.study)
     return studied
+
+
+def _readable_targets(found: Found, look: FirstLook) -> tuple[dict[str, Target], dict[str, str]]:
+    """Layers that data can fit, by name, and the others with the reason why not."""
+    targets, left_alone = find_targets([site for site, _ in found.sites])
+    for name in look.hidden.intersection(targets):
+        del targets[name]
+        left_alone[name] = "it is called under torch.func (vmap, jvp, grad), where its input cannot be read"
+    return targets, left_alone
+
+
+def _written(cached: Sequence[Cached]) -> set[str]:
+    """Layers that write what the model keeps of a token: they are not narrowed, and share no factor."""
+    return {name for one in cached for name in one.names}
 
 
 def _find_cached(
@@ -218,7 +229,7 @@ def _share(studied: Studied, plan: SketchPlan, config: SketchConfig) -> SketchPl
         return plan
     held_out = HeldOut(studied, config, studied.held_out[::_OF_GROUPS][:TRIAL])
     side = watch(studied.model, targets)
-    writers = {name for one in studied.cached for name in one.names}
+    writers = _written(studied.cached)
     for sets in study.shared:
         found: list[tuple[SketchPlan, Sequence[str]]] = []
         for names in sets:

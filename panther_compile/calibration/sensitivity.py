@@ -99,22 +99,7 @@ def output_gradients(
                 given += rows
                 if number is None or not taps.zeros:
                     break
-                try:
-                    with half_products(model):
-                        torch.autograd.grad(
-                            number,
-                            list(taps.zeros.values()),
-                            retain_graph=projection + 1 < _PROJECTIONS,
-                            allow_unused=True,
-                        )
-                except torch.OutOfMemoryError:
-                    raise
-                except NO_GRADIENT as error:
-                    warnings.warn(
-                        f"no gradient of the model's result ({first_line(error)}): errors of all outputs "
-                        "count alike",
-                        stacklevel=2,
-                    )
+                if not _run_backward(model, number, taps, retain=projection + 1 < _PROJECTIONS):
                     sums.clear()
                     break
     for one in watched.values():
@@ -124,6 +109,22 @@ def output_gradients(
         {name: found.shrunk() if shrunk else found.mean() for name, found in reached.items()},
         {name: found.rows_given / given for name, found in reached.items()},
     )
+
+
+def _run_backward(model: nn.Module, number: Tensor, taps: "_Taps", *, retain: bool) -> bool:
+    """Hand the gradients of a number to the taps; False, with a warning, where it has none."""
+    try:
+        with half_products(model):
+            torch.autograd.grad(number, list(taps.zeros.values()), retain_graph=retain, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except NO_GRADIENT as error:
+        warnings.warn(
+            f"no gradient of the model's result ({first_line(error)}): errors of all outputs count alike",
+            stacklevel=3,
+        )
+        return False
+    return True
 
 
 def weight_of_errors(gradient: Tensor, share: float = SHARE_OF_G) -> tuple[Tensor, float]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther_compile.errors import ConfigError, RankError
+from panther_compile.errors import RankError, check_choice
 from panther_compile.factorization.candidates import Candidate, LinearCandidate, kept_energies
 from panther_compile.factorization.factorize import factorize, singular_values
 from panther_compile.factorization.values import check_values
@@ -263,7 +263,7 @@ def factorize_conv2d(
         RankError: the rank is out of range.
         WeightError: the weight holds NaN or Inf, or is on the meta device.
     """
-    check_scheme(scheme)
+    check_choice("scheme", scheme, SCHEMES)
     work = _checked(weight)
     if scheme == "tucker2":
         kernels = _tucker2(work, groups, tucker2_ranks(tuple(weight.shape), groups, rank))
@@ -330,12 +330,6 @@ def tucker2_ranks(shape: tuple[int, ...], groups: int, rank: int | tuple[int, ..
             f"tucker2: rank={rank!r}, wanted (r_in, r_out) in 1..{candidate.inputs}, 1..{candidate.outputs}"
         )
     return rank
-
-
-def check_scheme(scheme: str, known: tuple[str, ...] = SCHEMES) -> None:
-    """Raise ConfigError unless the scheme is known."""
-    if scheme not in known:
-        raise ConfigError(f"scheme={scheme!r}, wanted one of {', '.join(known)}")
 
 
 def _to_kernels(left_gmr: Tensor, right_grn: Tensor, shape: torch.Size, scheme: str) -> tuple[Tensor, ...]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther_compile.errors import ConfigError, RankError, WeightError
-from panther_compile.factorization.sketches import check_sketch_kind, make_sketch
+from panther_compile.errors import ConfigError, RankError, WeightError, check_choice
+from panther_compile.factorization.sketches import SKETCH_KINDS, make_sketch
 from panther_compile.factorization.values import check_values
 
 # O out_features, I in_features, r rank, s sketch columns, p probes
@@ -89,9 +89,8 @@ def factorize(
             the meta device.
         RankError: the rank is out of range.
     """
-    if method not in METHODS:
-        raise ConfigError(f"method={method!r}, wanted one of {', '.join(METHODS)}")
-    check_sketch_kind(sketch)
+    check_choice("method", method, METHODS)
+    check_choice("sketch", sketch, SKETCH_KINDS)
     if oversampling is None:
         oversampling = max(10, rank // 4)
     if oversampling < 0 or power_iterations < 0:

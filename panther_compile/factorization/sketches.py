@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from panther_compile.errors import ConfigError
+from panther_compile.errors import ConfigError, check_choice
 
 SKETCH_KINDS = ("gaussian", "sign", "srht", "countsketch", "sjlt")
 _SJLT_NONZEROS = 8
@@ -115,7 +115,6 @@ def make_sketch(
     generator: torch.Generator,
     device: torch.device | str,
     dtype: torch.dtype,
-    nonzeros: int | None = None,
 ) -> SketchOperator:
     """Draw a test operator.
 
@@ -129,7 +128,6 @@ def make_sketch(
         generator: the only source of randomness.
         device: where the operator is to live.
         dtype: a floating dtype, that of the matrices it will apply to.
-        nonzeros: z, entries in each row, 1..columns, for "sjlt" only; min(8, columns) unless given.
 
     Returns:
         The operator.
@@ -137,11 +135,9 @@ def make_sketch(
     Raises:
         ConfigError: the kind is unknown, or a size is out of range.
     """
-    check_sketch_kind(kind)
+    check_choice("sketch", kind, SKETCH_KINDS)
     if rows < 1 or columns < 1:
         raise ConfigError(f"sketch {kind!r}: size {rows} x {columns}, wanted at least 1 x 1")
-    if nonzeros is not None and kind != "sjlt":
-        raise ConfigError(f"sketch {kind!r}: nonzeros={nonzeros} is an option of 'sjlt' only")
 
     def signs(*shape: int) -> Tensor:
         bits = torch.randint(2, shape, generator=generator, device=generator.device)
@@ -158,24 +154,13 @@ def make_sketch(
         order_N = torch.randperm(_next_power_of_two(rows), generator=generator, device=generator.device)
         return HadamardSketch(rows, columns, signs(rows), order_N[:columns].to(device))
 
-    if kind == "countsketch":
-        nonzeros = 1
-    elif nonzeros is None:
-        nonzeros = min(_SJLT_NONZEROS, columns)
-    if not 1 <= nonzeros <= columns:
-        raise ConfigError(f"sketch 'sjlt': nonzeros={nonzeros}, wanted 1..{columns} (columns)")
+    nonzeros = 1 if kind == "countsketch" else min(_SJLT_NONZEROS, columns)
     # The columns are cut into z blocks of nearly equal width; each row has one entry in each block.
     edges = torch.arange(nonzeros + 1, device=generator.device) * columns // nonzeros
     uniform_zn = torch.rand(nonzeros, rows, generator=generator, device=generator.device, dtype=torch.float64)
     buckets_zn = edges[:-1, None] + (uniform_zn * edges.diff()[:, None]).long()
     values_zn = signs(nonzeros, rows) / math.sqrt(nonzeros)
     return SparseSketch(rows, columns, buckets_zn.to(device), values_zn)
-
-
-def check_sketch_kind(kind: str) -> None:
-    """Raise ConfigError if there is no sketch of that name."""
-    if kind not in SKETCH_KINDS:
-        raise ConfigError(f"sketch={kind!r}, wanted one of {', '.join(SKETCH_KINDS)}")
 
 
 def walsh_hadamard(matrix: Tensor) -> Tensor:

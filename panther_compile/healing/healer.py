@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from panther_compile.config import logits_of
+from panther_compile.config import check_is_module, logits_of
 from panther_compile.errors import (
     ConfigTypeError,
     DataError,
@@ -320,18 +320,15 @@ def _judges(held_out: float, batches: int, steps: int) -> int:
     return min(batches - 1, max(1, wanted))
 
 
-def _check_pair(small: object, teacher: object) -> None:
+def _check_pair(small: nn.Module, teacher: nn.Module) -> None:
     """Raise unless the models are alike but for the sketched layers."""
     for role, model in (("small", small), ("teacher", teacher)):
-        if not isinstance(model, nn.Module):
-            raise ConfigTypeError(f"{role} is a {type(model).__name__}, wanted an nn.Module")
+        check_is_module(role, model)
         if any(parameter.is_inference() for parameter in model.parameters()):
             raise ConfigTypeError(
                 f"{role}, {type(model).__name__}, was made under torch.inference_mode(), which rules "
                 "gradients out: make it outside"
             )
-    assert isinstance(small, nn.Module)
-    assert isinstance(teacher, nn.Module)
     for model in (small, teacher):
         check_module(model)
     sketched = set(sketched_layers(small))

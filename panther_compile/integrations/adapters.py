@@ -32,11 +32,13 @@ from panther_compile.errors import (
     TeacherMismatchError,
 )
 from panther_compile.integrations.pretrained import empty_weights
+from panther_compile.kinds.registry import kind_of
+from panther_compile.kinds.view import LinearView
 from panther_compile.layers.base import check_factors, outermost, take_over
 from panther_compile.layers.experts import SketchedExperts
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
-from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.layers.narrow import NarrowLinear, inner_layer
 from panther_compile.models.batches import Data, record_calls, spread_out
 
 # What PEFT may start an adapter with that leaves the layer's own weight as it is.
@@ -76,10 +78,10 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
     @property
     def bias(self) -> Any:
         """The parameter that holds the layer's bias, which `bias="lora_only"` trains; None if it has none."""
-        return _core(self.get_base_layer()).bias
+        return inner_layer(self.get_base_layer()).bias
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        core = _core(module)
+        core = inner_layer(module)
         return core.in_features, core.out_features
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **options: Any) -> None:
@@ -138,9 +140,13 @@ class SketchedLoraLinear(LoraLinear):  # type: ignore[misc]
             )
             if b.bias is not None:
                 if new.bias is None:
-                    raise ConfigError("lora_bias=True cannot be merged: the layer has no bias")
+                    core = inner_layer(base)
+                    raise ConfigError(
+                        f"lora_bias=True of the adapter {name!r} cannot be merged: its {type(base).__name__}"
+                        f"({core.in_features}, {core.out_features}) has no bias"
+                    )
                 with torch.no_grad():
-                    _core(new).bias.add_(self.scaling[name] * b.bias)
+                    inner_layer(new).bias.add_(self.scaling[name] * b.bias)
             if safe_merge and not all(bool(torch.isfinite(p).all()) for p in new.parameters()):
                 raise ValueError(
                     f"NaNs detected in the merged weights. The adapter {name} seems to be broken"
@@ -254,60 +260,35 @@ def _twin(name: str, layer: SketchedLoraLinear, dense: nn.Module) -> nn.Module:
 def _residual(layer: SketchedLoraLinear, twin: Any) -> Tensor:
     """What the factors lack of the dense weight (O, I)."""
     base: Any = layer.get_base_layer()
-    weight = twin.weight
-    left = weight.detach().double().to(base.weight.device) - base.weight.detach().double()
-    return left if weight.shape == (base.out_features, base.in_features) and not _turned(base) else left.t()
+    own = base.weight.detach().double()
+    lacking: Tensor = base.turned(twin.weight.detach().double().to(own.device) - own)
+    return lacking
 
 
-def _turned(base: nn.Module) -> bool:
-    return hasattr(base, "nf")  # Conv1D keeps its weight as (I, O)
-
-
-def _core(layer: Any) -> Any:
-    """The layer that does the work: of a narrow one, that between the narrow widths."""
-    return layer.narrow if isinstance(layer, NarrowLinear) else layer
-
-
-def _with_more(base: Any, left: Tensor, right: Tensor) -> Any:
+def _with_more(base: nn.Module, left: Tensor, right: Tensor) -> Any:
     """A layer whose weight is that of `base` plus left (O, k) @ right (k, I)."""
-    core = _core(base)
-    if isinstance(core, SketchedLinear):
-        old = [factor.detach().double() for factor in core.factors()]
-        left, right = torch.cat([old[0], left], dim=1), torch.cat([old[1], right])
-        rank = left.shape[1]
-        saves = rank < min(core.in_features, core.out_features)
-        saves &= rank * (core.in_features + core.out_features - rank) < core.in_features * core.out_features
-        weight = None if saves else left @ right
-    else:
-        weight = core.weight.detach().double()
-        weight = (weight.t() if _turned(core) else weight) + left @ right
-    like = next(core.parameters())
-    new: Any
-    if weight is None:
-        kind = SketchedLinear if isinstance(base, NarrowLinear) else type(core)
-        new = kind.from_factors(left, right, core.bias, dtype=like.dtype, device=like.device)
-    elif isinstance(base, NarrowLinear) or isinstance(core, nn.Linear):
-        new = nn.utils.skip_init(
-            nn.Linear, core.in_features, core.out_features, bias=core.bias is not None, device=like.device
-        ).to(like.dtype)
-        with torch.no_grad():
-            new.weight.copy_(weight)
-            if core.bias is not None:
-                new.bias.copy_(core.bias)
-    else:
-        new = core.to_dense() if isinstance(core, LinearReplacement) else copy.deepcopy(core)
-        with torch.no_grad():
-            new.weight.copy_(weight.t() if _turned(core) else weight)
-    take_over(new, core, like.requires_grad)
-    if not isinstance(base, NarrowLinear):
+    core = inner_layer(base)
+    new: Any = _added(core, left, right)
+    take_over(new, core, next(core.parameters()).requires_grad)
+    return base.with_inner(new) if isinstance(base, NarrowLinear) else new
+
+
+def _added(core: nn.Module, left: Tensor, right: Tensor) -> nn.Module:
+    """The same of a layer that is not narrow: with more factors, or dense where that stores less."""
+    if not isinstance(core, SketchedLinear):
+        new = copy.deepcopy(core)
+        view = kind_of(new).view(new)
+        assert isinstance(view, LinearView)
+        weight = view.weight_and_bias()[0].detach()  # (O, I), of the same numbers
+        weight.copy_(weight.double() + left @ right)
         return new
-    spec = base.sketch_spec()
-    spec["factors"] = new.sketch_spec() if isinstance(new, SketchedLinear) else None
-    around = type(base)(**spec, device="meta").train(base.training)
-    around.narrow = new
-    for name, buffer in base.named_buffers(recurse=False):
-        around.register_buffer(name, buffer.clone())
-    return around
+    old = [factor.detach().double() for factor in core.factors()]
+    left, right = torch.cat([old[0], left], dim=1), torch.cat([old[1], right])
+    rank, inputs, outputs = left.shape[1], core.in_features, core.out_features
+    if rank >= min(inputs, outputs) or rank * (inputs + outputs - rank) >= inputs * outputs:
+        return core.dense_with(left @ right)
+    like = core.up.weight
+    return type(core).from_factors(left, right, core.bias, dtype=like.dtype, device=like.device)
 
 
 def _dispatch(target: nn.Module, adapter_name: str, config: Any, **options: Any) -> nn.Module | None:

@@ -7,22 +7,17 @@ to what changed:
     L' = W' Rᵀ (R Rᵀ)⁻¹                L' = L + (W' - W) Rᵀ (R Rᵀ)⁻¹
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from panther_compile.errors import CheckpointMismatchError, ConfigTypeError
-from panther_compile.layers import (
-    SketchedConv1D,
-    SketchedEmbedding,
-    SketchedLayer,
-    SketchedLinear,
-    SketchedMultiheadAttention,
-)
-from panther_compile.layers.attention import PROJECTIONS
+from panther_compile.kinds.registry import kind_of
+from panther_compile.layers import SketchedEmbedding, SketchedLayer, SketchedLinear
 from panther_compile.layers.base import check_factors, sketched_layers
+from panther_compile.names import dotted, owner_of
 from panther_compile.planning.sites import check_module
 
 
@@ -46,7 +41,7 @@ def project_state_dict(
         WrappedModelError: the model is wrapped in DDP, FSDP or torch.compile.
         NoTargetError: the model holds no sketched layer.
         CheckpointMismatchError: a tensor is missing, has another shape, or is of a layer that cannot follow
-            (a narrow layer, a convolution, experts); it is named.
+            (a narrow layer, a convolution); it is named.
         WeightError: the factors are quantized or sharded.
     """
     check_module(model)
@@ -57,7 +52,7 @@ def project_state_dict(
     check_factors(model, "project a state dict onto the model")
     names = {module: name for name, module in model.named_modules()}
     state = dict(model.state_dict())
-    inside = tuple(f"{names[layer]}." if names[layer] else "" for layer in layers)
+    inside = _inside(names[layer] for layer in layers)
     for name, own in state.items():
         if not name.startswith(inside):
             if isinstance(own, Tensor):
@@ -67,16 +62,25 @@ def project_state_dict(
     for layer in layers:
         name = names[layer]
         old = {} if base is None else _weights(layer, name, base)
-        for path, (part, weight, bias) in _weights(layer, name, dense).items():
+        parts = _weights(layer, name, dense)
+        for path, (part, weight, bias) in parts.items():
             before = old[path][1:] if path in old else (None, None)
             _follow(part, path, weight, before[0], state)
             if bias is not None:
-                own = f"{path}.bias" if isinstance(part, nn.Linear) else f"{path}.up.bias"
+                own = dotted(path, "bias" if isinstance(part, nn.Linear) else "up.bias")
                 state[own] = _since(state[own], bias, before[1])
-        for key, value in layer.named_parameters(recurse=False):  # that an attention appends
-            own = f"{name}.{key}"
-            state[own] = _moved(value.detach(), _of_shape(dense, own, value.shape), base, own)
+        for key, value in layer.named_parameters():  # that an attention appends, or experts hold besides
+            own = dotted(name, key)
+            if not own.startswith(_inside(parts)):
+                first, _, rest = key.partition(".")
+                theirs = dotted(name, rest if first in layer.no_factors else key)
+                state[own] = _moved(value.detach(), _of_shape(dense, theirs, value.shape), base, theirs)
     return state
+
+
+def _inside(names: Iterable[str]) -> tuple[str, ...]:
+    """What names of tensors within some modules begin with."""
+    return tuple(f"{name}." if name else "" for name in names)
 
 
 def _moved(own: Tensor, dense: Tensor, base: Mapping[str, Tensor] | None, name: str) -> Tensor:
@@ -118,56 +122,30 @@ def _of_shape(state: Mapping[str, Any], name: str, shape: Any) -> Tensor:
 
 def _weights(
     layer: SketchedLayer, name: str, state: Mapping[str, Tensor]
-) -> dict[str, tuple[SketchedLayer, Tensor, Tensor | None]]:
-    """The part of a layer by its name, and the dense weight (O, I) and bias that it stands for."""
-    if isinstance(layer, SketchedMultiheadAttention):
-        return _projections(layer, name, state)
-    if isinstance(layer, SketchedEmbedding):
-        return {name: (layer, _of_shape(state, f"{name}.weight", layer.weight.shape), None)}
-    if not isinstance(layer, SketchedLinear):
-        raise CheckpointMismatchError(
-            f"{name} is a {type(layer).__name__}, which cannot follow a dense weight, as one pair of factors "
-            "can: sketchify the dense model instead"
-        )
-    weight = _of_shape(state, f"{name}.weight", layer.weight.shape)
-    weight = weight.t() if isinstance(layer, SketchedConv1D) else weight
-    bias = None if layer.bias is None else _of_shape(state, f"{name}.bias", layer.bias.shape)
-    return {name: (layer, weight, bias)}
-
-
-def _projections(
-    layer: SketchedMultiheadAttention, name: str, state: Mapping[str, Tensor]
-) -> dict[str, tuple[SketchedLayer, Tensor, Tensor | None]]:
-    """The four projections of an attention, likewise; three may be stored as one."""
-    width = layer.embed_dim
-    together = f"{name}.in_proj_weight" in state
-    found: dict[str, tuple[SketchedLayer, Tensor, Tensor | None]] = {}
-    for number, projection in enumerate(PROJECTIONS):
-        part: Any = getattr(layer, projection)
-        shape = (width, part.in_features)
-        if projection == "out_proj":
-            weight = _of_shape(state, f"{name}.out_proj.weight", shape)
-            bias = None if part.bias is None else _of_shape(state, f"{name}.out_proj.bias", (width,))
-        else:
-            rows = slice(number * width, (number + 1) * width)
-            weight = (
-                _of_shape(state, f"{name}.in_proj_weight", (3 * width, width))[rows]
-                if together
-                else _of_shape(state, f"{name}.{projection}_weight", shape)
-            )
-            bias = None if part.bias is None else _of_shape(state, f"{name}.in_proj_bias", (3 * width,))[rows]
-        if not isinstance(part, SketchedLinear | nn.Linear):
+) -> dict[str, tuple[nn.Module, Tensor, Tensor | None]]:
+    """The parts of a layer by their names, and the dense weight (O, I) and bias that each stands for."""
+    dense = layer.to_dense()
+    for own, parameter in list(dense.named_parameters()):
+        held = _of_shape(state, dotted(name, own), parameter.shape)
+        setattr(*owner_of(dense, own), nn.Parameter(held, requires_grad=False))
+    found: dict[str, tuple[nn.Module, Tensor, Tensor | None]] = {}
+    for suffix, plain in kind_of(dense).parts(dense).items():
+        path, part = dotted(name, suffix), layer.get_submodule(suffix)
+        view = kind_of(plain).view(plain)
+        if isinstance(view, str) or not isinstance(part, SketchedLinear | SketchedEmbedding | nn.Linear):
             raise CheckpointMismatchError(
-                f"{name}.{projection} is a {type(part).__name__}: sketchify instead"
+                f"{path} is a {type(part).__name__}, which cannot follow a dense weight, as one pair of "
+                "factors can: sketchify the dense model instead"
             )
-        found[f"{name}.{projection}"] = (part, weight, bias)  # type: ignore[assignment]
+        found[path] = part, *view.weight_and_bias()
     return found
 
 
 def _follow(part: nn.Module, path: str, weight: Tensor, old: Tensor | None, state: dict[str, Tensor]) -> None:
     """Put the output factor that follows a dense weight (O, I), or its change, into the state."""
     if isinstance(part, nn.Linear):
-        state[f"{path}.weight"] = _since(state[f"{path}.weight"], weight, old)
+        own = dotted(path, "weight")
+        state[own] = _since(state[own], weight, old)
         return
     changed = None if old is None else weight.double() - old.double()
     assert isinstance(part, SketchedLinear | SketchedEmbedding)
@@ -176,7 +154,6 @@ def _follow(part: nn.Module, path: str, weight: Tensor, old: Tensor | None, stat
     # X R = aim in the least squares; by QR, as R Rᵀ squares the condition
     fitted = torch.linalg.lstsq(right.t(), aim.to(right.device).t()).solution.t()
     fitted = fitted if changed is None else left + fitted
-    leaf = "codes" if isinstance(part, SketchedEmbedding) else "up"
-    stored = state[f"{path}.{leaf}.weight"]
+    own = dotted(path, "codes" if isinstance(part, SketchedEmbedding) else "up", "weight")
     # In the pivoted form R is [1 C], up to the order of its columns: the output factor is L itself.
-    state[f"{path}.{leaf}.weight"] = fitted.to(stored)
+    state[own] = fitted.to(state[own])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from panther_compile.layers.base import keeps_numbers_elsewhere
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.linear_replacement import LinearReplacement
-from panther_compile.layers.narrow import NarrowLinear
+from panther_compile.layers.narrow import NarrowLinear, inner_layer
 from panther_compile.layers.residual import matrix_of
 from panther_compile.models.cached import head_outputs
 
@@ -110,7 +110,7 @@ def _numbers(factor: nn.Linear) -> Tensor:
 
 def input_factor(layer: LinearReplacement) -> tuple[object, ...]:
     """What is equal of layers that compute the same z."""
-    inner = layer.narrow if isinstance(layer, NarrowLinear) else layer
+    inner = inner_layer(layer)
     if not isinstance(inner, SketchedLinear):
         return (id(layer),)
     return (id(inner.down.weight), inner.form, inner.start)

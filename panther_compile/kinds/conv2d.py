@@ -138,17 +138,9 @@ class Conv2dKind(ConvolutionKind):
         """See `Kind.empty`."""
         assert isinstance(module, nn.Conv2d)
         return SketchedConv2d(
-            module.in_channels,
-            module.out_channels,
-            module.kernel_size,  # type: ignore[arg-type]
-            choice.ranks if choice.scheme == "tucker2" else choice.ranks[0],
+            **SketchedConv2d.geometry(module),
+            rank=choice.ranks if choice.scheme == "tucker2" else choice.ranks[0],
             scheme=choice.scheme,
-            stride=module.stride,  # type: ignore[arg-type]
-            padding=module.padding,  # type: ignore[arg-type]
-            dilation=module.dilation,  # type: ignore[arg-type]
-            groups=module.groups,
-            bias=module.bias is not None,
-            padding_mode=module.padding_mode,  # type: ignore[arg-type]
             device=device,
             dtype=module.weight.dtype,
         )
@@ -188,7 +180,7 @@ def fit_node(
         conv.bias.zero_()
     given = [Arrival(one.batch, one.x.to(dtype), one.z.to(dtype)) for one in arrivals]
     found, error = fit_conv2d_to(conv, name, choice, config, given, None, reads=reads)
-    factors = [getattr(found, factor).weight for factor in ("down", "core", "up") if hasattr(found, factor)]
+    factors = [getattr(found, factor).weight for factor in found.stages]
     layer = SketchedConv2d.from_kernels(choice.scheme, tuple(factors), dense)
     return layer, None if found.up.bias is None else found.up.bias.detach(), error
 

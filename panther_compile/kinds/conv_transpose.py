@@ -163,7 +163,6 @@ class _ConvTransposeKind(ConvolutionKind):
             **self._layer_type.geometry(module),
             rank=choice.ranks[0],
             scheme=choice.scheme,
-            bias=dense.bias is not None,
             device=device,
             dtype=dense.weight.dtype,
         )

@@ -17,20 +17,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.config import ATTENTIONS
-from panther_compile.errors import ConfigError, LayerError
+from panther_compile.errors import ConfigError, LayerError, check_choice
 from panther_compile.layers.attention_masks import Masks, check_inputs, make_masks
 from panther_compile.layers.base import (
     SketchedLayer,
     Spec,
     check_rank_or_ratio,
     copy_into,
+    spec_of_part,
 )
 from panther_compile.layers.capture import kept_whole
 from panther_compile.layers.favor import FavorAttention
 from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.narrow import NarrowLinear
-from panther_compile.layers.parts import part_of_spec, spec_of_part
+from panther_compile.layers.parts import part_of_spec
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
@@ -117,8 +118,7 @@ class SketchedMultiheadAttention(SketchedLayer):
         what = f"{type(self).__name__}({embed_dim}, {num_heads})"
         if embed_dim <= 0 or num_heads <= 0 or embed_dim % num_heads:
             raise LayerError(f"{what}: wanted embed_dim a positive multiple of num_heads")
-        if attention not in ATTENTIONS:
-            raise ConfigError(f"{what}: {attention=}, wanted one of {ATTENTIONS}")
+        check_choice(f"{what}: attention", attention, ATTENTIONS)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim = embed_dim if kdim is None else kdim
         self.vdim = embed_dim if vdim is None else vdim

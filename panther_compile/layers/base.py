@@ -35,6 +35,7 @@ class SketchedLayer(nn.Module):
     Attributes:
         scheme: how the weight is stored ("pivoted", "pair", "channel", ...).
         ranks: ranks of the factors.
+        stages: names of the factors, in the order in which they run; none of a layer of several weights.
         dense_type: the class of torch that it stands for, with sizes of the same names; `nn.Module` if none.
         rank_first: whether the weight of its last factor has the rank as its first dimension, not its second.
         no_factors: names of submodules that are neither factors nor layers that hold some.
@@ -45,6 +46,7 @@ class SketchedLayer(nn.Module):
 
     scheme: str
     ranks: tuple[int, ...]
+    stages: tuple[str, ...] = ()
     dense_type: ClassVar[type[nn.Module]] = nn.Module
     rank_first: ClassVar[bool] = False
     no_factors: ClassVar[frozenset[str]] = frozenset()
@@ -268,6 +270,11 @@ def sketched_layers(model: nn.Module, advice: str = "call sketchify first") -> l
         said = f": {advice}" if advice else ""
         raise NoTargetError(f"{type(model).__name__} holds no sketched layer{said}")
     return layers
+
+
+def spec_of_part(part: nn.Module) -> Spec | None:
+    """The spec of a part, None for one that is dense; see `parts.part_of_spec`."""
+    return part.sketch_spec() if isinstance(part, SketchedLayer) else None
 
 
 def take_over(new: nn.Module, old: nn.Module, trainable: bool) -> None:

@@ -12,18 +12,16 @@ before it have no bias, so zeros stay zeros and copies stay copies. The weights 
 """
 
 # N batch, O out_channels, I in_channels, G groups
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from panther_compile.errors import LayerError, RankError
+from panther_compile.errors import LayerError, RankError, check_choice
 from panther_compile.factorization.candidates import Candidate
 from panther_compile.factorization.conv2d import (
     SCHEMES,
     ChannelCandidate,
-    check_scheme,
     conv_candidates,
     factorize_conv2d,
     is_depthwise,
@@ -40,10 +38,15 @@ from panther_compile.layers.base import (
     take_over,
 )
 from panther_compile.layers.capture import is_captured
-from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered, makes_kernel
+from panther_compile.layers.convolution import (
+    PaddingMode,
+    SketchedConvolution,
+    convolved,
+    filtered,
+    makes_kernel,
+)
 from panther_compile.ops.conv2d import has_conv2d_kernel, sketched_conv2d
 
-PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
 CONV_SCHEMES = (*SCHEMES, "pivoted")
 # Along which axes, 0 height and 1 width, a factor has the dense kernel, stride, padding and dilation.
 _AXES: dict[str, dict[str, tuple[int, ...]]] = {
@@ -105,8 +108,8 @@ class SketchedConv2d(SketchedConvolution):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_scheme(scheme, CONV_SCHEMES)
-        dense = nn.Conv2d(  # checks the arguments, and turns numbers into pairs
+        check_choice("scheme", scheme, CONV_SCHEMES)
+        dense = nn.Conv2d(
             in_channels,
             out_channels,
             kernel_size,
@@ -117,9 +120,7 @@ class SketchedConv2d(SketchedConvolution):
             padding_mode=padding_mode,
             device="meta",
         )
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size, self.stride, self.dilation = dense.kernel_size, dense.stride, dense.dilation
-        self.padding, self.padding_mode = dense.padding, dense.padding_mode
+        self._take_geometry(dense)
         self.scheme = scheme
         self._pivot_at(start, device)
         _refuse_depthwise(dense)
@@ -202,20 +203,19 @@ class SketchedConv2d(SketchedConvolution):
         Raises:
             ConfigError, LayerError, RankError: see the constructor.
         """
-        check_scheme(scheme, CONV_SCHEMES)
+        check_choice("scheme", scheme, CONV_SCHEMES)
         sharing = 1 if scheme == "basis" else like.groups
         ranks = tuple(kernel.shape[0] // sharing for kernel in kernels[:-1])
         new = cls(
             **cls.geometry(like),
             rank=ranks if scheme == "tucker2" else ranks[0],
             scheme=scheme,
-            bias=like.bias is not None,
             start=start,
             device=like.weight.device,
             dtype=like.weight.dtype,
         )
-        for factor, kernel in zip(new._factors(), kernels, strict=True):
-            copy_into(factor.weight, kernel)
+        for name, kernel in zip(new.stages, kernels, strict=True):
+            copy_into(getattr(new, name).weight, kernel)
         if like.bias is not None and new.up.bias is not None:
             copy_into(new.up.bias, like.bias)
         take_over(new, like, like.weight.requires_grad)
@@ -255,7 +255,7 @@ class SketchedConv2d(SketchedConvolution):
         if not isinstance(layer, nn.Conv2d):
             raise LayerError(f"{what}: wanted an nn.Conv2d")
         _refuse_depthwise(layer)
-        check_scheme(scheme, ("auto", *CONV_SCHEMES))
+        check_choice("scheme", scheme, ("auto", *CONV_SCHEMES))
         check_rank_or_ratio(rank, ratio, what)
         weight, groups = layer.weight.detach(), layer.groups
         candidates = _fitting(weight, groups, scheme, what, energies=ratio is not None)
@@ -333,19 +333,11 @@ class SketchedConv2d(SketchedConvolution):
 
     def _pivoted_latent(self, x: Tensor) -> Tensor:
         """The sum x₁ + down(x₂), with the dense layer's padding and stride done on x."""
-        if not isinstance(self.padding, str) and any(self.padding):
-            height, width = self.padding
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            x = F.pad(x, (width, width, height, height), mode=mode)
-        if self.stride != (1, 1):
-            x = x[..., :: self.stride[0], :: self.stride[1]]
+        x = self._stepped_on(x)
         if is_plain(self.down, nn.Conv2d):
             return reference.pivoted_conv1x1(x, self.down.weight, start=self.start)
         pivots, others = reference.split_channels(x, self.up.in_channels, self.start)
         return pivots + self.down(others)
-
-    def _factors(self) -> tuple[nn.Conv2d, ...]:
-        return tuple(getattr(self, name) for name in _AXES[self.scheme])
 
     def kernel_axes(self, factor: str) -> tuple[int, ...]:
         """The axes, 0 height and 1 width, along which a factor has the dense kernel, stride and padding."""

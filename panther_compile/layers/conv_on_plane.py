@@ -17,14 +17,19 @@ import math
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from panther_compile.errors import LayerError
 from panther_compile.factorization.pivot import split_at
 from panther_compile.layers.base import copy_into, take_over
-from panther_compile.layers.conv2d import PaddingMode, SketchedConv2d
-from panther_compile.layers.convolution import SketchedConvolution, convolved, filtered, makes_kernel
+from panther_compile.layers.conv2d import SketchedConv2d
+from panther_compile.layers.convolution import (
+    PaddingMode,
+    SketchedConvolution,
+    convolved,
+    filtered,
+    makes_kernel,
+)
 
 
 class _SketchedOnPlane(SketchedConvolution):
@@ -79,7 +84,7 @@ class _SketchedOnPlane(SketchedConvolution):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dense: Any = self.dense_type(  # checks the arguments, and turns numbers into tuples
+        dense: Any = self.dense_type(
             in_channels,
             out_channels,
             kernel_size,  # type: ignore[arg-type]
@@ -90,9 +95,7 @@ class _SketchedOnPlane(SketchedConvolution):
             padding_mode=padding_mode,
             device="meta",
         )
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size, self.stride, self.dilation = dense.kernel_size, dense.stride, dense.dilation
-        self.padding, self.padding_mode = dense.padding, dense.padding_mode
+        self._take_geometry(dense)
         self._pivot_at(start, device)
         if scheme == self.without:
             raise LayerError(f"{type(self).__name__}: scheme={scheme!r} {self._why_without}")
@@ -170,12 +173,7 @@ class _SketchedOnPlane(SketchedConvolution):
         count = len(self.kernel_size)
         if self.scheme == "basis":
             return self.up(filtered(self.down, x, 1))
-        if not isinstance(self.padding, str) and any(self.padding):
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            x = F.pad(x, [pad for pad in reversed(self.padding) for _ in range(2)], mode=mode)
-        if any(step > 1 for step in self.stride):
-            steps: list[Any] = [slice(None, None, step) for step in self.stride]
-            x = x[(..., *steps)]
+        x = self._stepped_on(x)
         pivots, others = split_at(x.movedim(-1 - count, -1), self.ranks[0], self.start)
         return self.up(pivots.movedim(-1, -1 - count) + self.down(others.movedim(-1, -1 - count)))
 
@@ -189,12 +187,11 @@ class _SketchedOnPlane(SketchedConvolution):
 
     @classmethod
     def geometry(cls, layer: nn.Module) -> dict[str, Any]:
-        """See its base; numbers, where torch keeps tuples of one, and whether there is a bias."""
-        found = {
+        """See its base; numbers, where torch keeps tuples of one."""
+        return {
             name: value[0] if isinstance(value, tuple) and len(value) == 1 else value
             for name, value in super().geometry(layer).items()
         }
-        return found | {"bias": layer.bias is not None}
 
 
 class SketchedConv1d(_SketchedOnPlane):

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigError, LayerError
+from panther_compile.errors import ConfigError, LayerError, check_choice
 from panther_compile.factorization.pivot import from_pivoted, split_at
 from panther_compile.layers.base import check_rank, copy_into, take_over
 from panther_compile.layers.convolution import SketchedConvolution
@@ -83,8 +83,7 @@ class _SketchedConvTranspose(SketchedConvolution):
     ) -> None:
         super().__init__()
         what = f"{type(self).__name__}({in_channels}, {out_channels})"
-        if scheme not in TRANSPOSED_SCHEMES:
-            raise ConfigError(f"{what}: {scheme=}, wanted one of {TRANSPOSED_SCHEMES}")
+        check_choice(f"{what}: scheme", scheme, TRANSPOSED_SCHEMES)
         if scheme == "pivoted" and groups > 1:
             raise LayerError(f"{what}: the pivoted form is for layers without groups, got {groups=}")
         self.scheme, self.rank, self.ranks = scheme, rank, (rank,)
@@ -105,9 +104,7 @@ class _SketchedConvTranspose(SketchedConvolution):
             )
 
         dense = transposed(in_channels, False, device="meta")
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        for name in ("kernel_size", "stride", "padding", "output_padding", "dilation"):
-            setattr(self, name, getattr(dense, name))
+        self._take_geometry(dense)
         largest = min(in_channels // groups, out_channels // groups * math.prod(dense.kernel_size))
         check_rank(rank, largest - (scheme == "pivoted" and largest == in_channels), what)
         if start not in (0, in_channels - rank if scheme == "pivoted" else 0):
@@ -134,10 +131,9 @@ class _SketchedConvTranspose(SketchedConvolution):
         groups, _, rank = left.shape
         dense: Any = like
         new = cls(
-            **cls.geometry(like),
+            **cls.geometry(like) | {"bias": bias is not None},
             rank=rank,
             scheme="channel" if start is None else "pivoted",
-            bias=bias is not None,
             start=start or 0,
             device="meta",
             dtype=dense.weight.dtype,

@@ -1,7 +1,7 @@
 """SketchedConvolution: what the sketched convolutions, transposed ones too, have in common."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,8 @@ from panther_compile.layers.base import (
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.lazy_weight import lazy_weight
 
+PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
+
 
 class SketchedConvolution(SketchedLayer):
     """A chain of convolutions in place of one; `up`, the last one, has the bias.
@@ -34,7 +36,7 @@ class SketchedConvolution(SketchedLayer):
         ranks: of the factors.
         start: first channel of the pivot slice ("pivoted" only).
         dense_type: torch's class of the dense layer.
-        geometry_names: of the arguments that torch's class is made with, bias aside.
+        geometry_names: of the arguments that torch's class is made with, bias aside; attributes of this too.
     """
 
     dense_type: ClassVar[type[nn.Module]]
@@ -51,6 +53,10 @@ class SketchedConvolution(SketchedLayer):
     in_channels: int
     out_channels: int
     kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: str | tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding_mode: PaddingMode
     groups: int
     scheme: str
     rank: int | tuple[int, ...]
@@ -64,8 +70,7 @@ class SketchedConvolution(SketchedLayer):
 
     def _product(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense weight, from the factors, in their type or in another one; differentiable."""
-        names = ("down", "core", "up") if self.scheme == "tucker2" else ("down", "up")
-        weights = [getattr(self, name).weight for name in names]
+        weights = [getattr(self, name).weight for name in self.stages]
         if dtype is not None:
             weights = [weight.to(dtype) for weight in weights]
         if self.scheme == "pivoted":
@@ -75,10 +80,30 @@ class SketchedConvolution(SketchedLayer):
         kernels = tuple(weight.unsqueeze(-1).flatten(3) for weight in weights)
         return multiply_out(kernels, self.groups, self.scheme).reshape(self._weight_shape())
 
+    @property
+    def stages(self) -> tuple[str, ...]:  # type: ignore[override]
+        """See `SketchedLayer`."""
+        return ("down", "core", "up") if self.scheme == "tucker2" else ("down", "up")
+
     @classmethod
     def geometry(cls, layer: nn.Module) -> dict[str, Any]:
-        """The arguments that a dense layer is made with, or one of these, bias aside."""
-        return {name: getattr(layer, name) for name in cls.geometry_names}
+        """The arguments that a dense layer is made with, or one of these."""
+        return {name: getattr(layer, name) for name in cls.geometry_names} | {"bias": layer.bias is not None}
+
+    def _take_geometry(self, dense: nn.Module) -> None:
+        """Keep the arguments of a dense layer, which has checked them, and turned numbers into tuples."""
+        for name in self.geometry_names:
+            setattr(self, name, getattr(dense, name))
+
+    def _stepped_on(self, x: Tensor) -> Tensor:
+        """What a kernel of one tap reads of x (N, I, *) or (I, *): padded, and one place in so many."""
+        if not isinstance(self.padding, str) and any(self.padding):
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x = F.pad(x, [pad for pad in reversed(self.padding) for _ in range(2)], mode=mode)
+        if any(step > 1 for step in self.stride):
+            steps: list[Any] = [slice(None, None, step) for step in self.stride]
+            x = x[(..., *steps)]
+        return x
 
     @property
     def weight(self) -> Tensor:
@@ -101,8 +126,9 @@ class SketchedConvolution(SketchedLayer):
     def to_dense(self) -> nn.Module:
         """The ordinary layer with the factors multiplied out."""
         like = self.up.weight
-        options = self.geometry(self) | {"bias": self.bias is not None}
-        dense: Any = nn.utils.skip_init(self.dense_type, **options, device=like.device, dtype=like.dtype)
+        dense: Any = nn.utils.skip_init(
+            self.dense_type, **self.geometry(self), device=like.device, dtype=like.dtype
+        )
         copy_into(dense.weight, self._product(torch.float64))
         if self.bias is not None:
             copy_into(dense.bias, self.bias)
@@ -132,7 +158,6 @@ class SketchedConvolution(SketchedLayer):
             **self.geometry(self),
             "rank": self.rank,
             "scheme": self.scheme,
-            "bias": self.bias is not None,
             "start": self.start,
         }
         return {name: list(value) if isinstance(value, tuple) else value for name, value in spec.items()}

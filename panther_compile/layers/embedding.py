@@ -40,6 +40,7 @@ class SketchedEmbedding(SketchedLayer):
     """
 
     dense_type = nn.Embedding
+    stages = ("codes", "basis")
     max_norm: ClassVar[None] = None
     norm_type: ClassVar[float] = 2.0
 

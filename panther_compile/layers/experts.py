@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from panther_compile.errors import CheckpointMismatchError, ConfigError, LayerError
-from panther_compile.layers.base import Spec, copy_into
+from panther_compile.layers.base import Spec, copy_into, spec_of_part
 from panther_compile.layers.capture import is_captured
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.layers.matrix_stacks import parts_of_stack, stack_of_parts
-from panther_compile.layers.parts import LayerOfParts, part_of_spec, spec_of_part
+from panther_compile.layers.parts import LayerOfParts, part_of_spec
 
 _PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -144,6 +144,9 @@ class SketchedExperts(LayerOfParts):
 
         Returns:
             (T, O), in the dtype of the hidden states.
+
+        Raises:
+            LayerError: `adopt` was not called.
         """
         if "rest" not in self._modules:
             raise LayerError(

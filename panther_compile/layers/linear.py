@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from panther_compile.errors import ConfigError, RankError
+from panther_compile.errors import ConfigError, RankError, check_choice
 from panther_compile.factorization.candidates import LinearCandidate
 from panther_compile.factorization.factorize import factorize, probe_error
 from panther_compile.factorization.pivot import from_pivoted, split_at, to_pivoted
@@ -53,6 +53,7 @@ class SketchedLinear(LinearReplacement):
         ConfigError: the form is unknown, or start does not go with it.
     """
 
+    stages = ("down", "up")
     not_shown = ("start",)
 
     def __init__(
@@ -70,8 +71,7 @@ class SketchedLinear(LinearReplacement):
         super().__init__()
         what = f"{type(self).__name__}({in_features}, {out_features})"
         check_rank(rank, min(in_features, out_features), what)
-        if form not in FORMS[1:]:
-            raise ConfigError(f"{what}: {form=}, wanted one of {FORMS[1:]}")
+        check_choice(f"{what}: form", form, FORMS[1:])
         if form == "pivoted" and rank >= in_features:
             raise RankError(f"{what}: {rank=}, wanted below in_features in the pivoted form")
         if start not in ((0,) if form == "pair" else (0, in_features - rank)):
@@ -112,8 +112,7 @@ class SketchedLinear(LinearReplacement):
             ConfigError: the form is unknown.
             RankError: the pivoted form was asked for at full rank.
         """
-        if form not in FORMS:
-            raise ConfigError(f"{form=}, wanted one of {FORMS}")
+        check_choice("form", form, FORMS)
         pivoted = None if form == "pair" else to_pivoted(left, right, dtype=dtype, residual=residual)
         if pivoted is None and form == "pivoted":
             (out_features, rank), in_features = left.shape, right.shape[1]
@@ -192,7 +191,7 @@ class SketchedLinear(LinearReplacement):
             WeightError: the weight holds NaN or Inf, or is on the meta device.
         """
         dense: Any = layer
-        weight, bias = cls._turned(dense.weight), dense.bias
+        weight, bias = cls.turned(dense.weight), dense.bias
         out_features, in_features = weight.shape
         what = f"{cls.__name__}.from_dense({in_features}, {out_features})"
         check_rank_or_ratio(rank, ratio, what)
@@ -271,7 +270,7 @@ class SketchedLinear(LinearReplacement):
     def to_dense(self) -> nn.Module:
         """An `nn.Linear` with the factors multiplied out."""
         left, right = (factor.detach().double() for factor in self.factors())
-        return self._dense_with(left @ right)
+        return self.dense_with(left @ right)
 
     def _dense_weight(self) -> Tensor:
         left, right = self.factors()

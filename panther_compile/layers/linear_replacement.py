@@ -42,10 +42,10 @@ class LinearReplacement(SketchedLayer):
         """The dense weight (O, I) that this stands for; read-only, made when it is read."""
         return lazy_weight((self.out_features, self.in_features), self._any_weight(), self._dense_weight)
 
-    def _dense_with(self, weight: Tensor) -> nn.Module:
+    def dense_with(self, weight: Tensor) -> nn.Module:
         """The dense layer of a weight (O, I)."""
         dense = self._empty_dense()
-        copy_into(dense.weight, self._turned(weight))  # type: ignore[arg-type]
+        copy_into(dense.weight, self.turned(weight))  # type: ignore[arg-type]
         if self.bias is not None:
             copy_into(dense.bias, self.bias)  # type: ignore[arg-type]
         take_over(dense, self, next(self.parameters()).requires_grad)
@@ -57,7 +57,7 @@ class LinearReplacement(SketchedLayer):
         return nn.utils.skip_init(nn.Linear, *size, bias=bias, device=like.device, dtype=like.dtype)
 
     @staticmethod
-    def _turned(weight: Tensor) -> Tensor:
+    def turned(weight: Tensor) -> Tensor:
         """A weight (O, I) as the dense layer keeps it, and the other way round."""
         return weight
 
@@ -107,5 +107,6 @@ class Conv1DStandIn(LinearReplacement):
         return dense.to(dtype=like.dtype).to_empty(device=like.device)
 
     @staticmethod
-    def _turned(weight: Tensor) -> Tensor:
+    def turned(weight: Tensor) -> Tensor:
+        """See `LinearReplacement.turned`."""
         return weight.t()

@@ -16,14 +16,14 @@ one's features may go elsewhere, it is `wide`: it writes zeros for those that ar
 """
 
 # O out_features, I in_features, H heads, D features of a head, K kept features of a head
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from panther_compile.errors import ConfigError
-from panther_compile.layers.base import Spec, check_rank, take_over
+from panther_compile.errors import ConfigError, check_choice
+from panther_compile.layers.base import Spec, check_rank, spec_of_part, take_over
 from panther_compile.layers.capture import kept_whole
 from panther_compile.layers.lazy_weight import lazy_weight
 from panther_compile.layers.linear import SketchedLinear
@@ -80,8 +80,7 @@ class NarrowLinear(LinearReplacement):
     ) -> None:
         super().__init__()
         what = f"{type(self).__name__}({in_features}, {out_features})"
-        if side not in SIDES:
-            raise ConfigError(f"{what}: {side=}, wanted one of {SIDES}")
+        check_choice(f"{what}: side", side, SIDES)
         features = out_features if side == "out" else in_features
         if heads < 1 or features % heads:
             raise ConfigError(f"{what}: {heads=}, wanted a divisor of {features}")
@@ -92,13 +91,17 @@ class NarrowLinear(LinearReplacement):
         self.register_buffer("places", None if padded else self.first_places(device))
         self.narrow: nn.Linear | SketchedLinear
         if factors is None:
-            self.ranks = (heads * kept,)
             self.narrow = nn.Linear(*shape, bias=bias, device=device, dtype=dtype)
             return
         if (factors["in_features"], factors["out_features"], factors["bias"]) != (*shape, bias):
             raise ConfigError(f"{what}: {factors=}, wanted those of a layer {shape} with {bias=}")
-        self.ranks = (heads * kept, factors["rank"])
         self.narrow = SketchedLinear(**factors, device=device, dtype=dtype)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Features that are kept, and the rank of what maps between them if it is factorized."""
+        inner = self.narrow.ranks if isinstance(self.narrow, SketchedLinear) else ()
+        return (self.heads * self.kept, *inner)
 
     @classmethod
     def around(
@@ -136,7 +139,7 @@ class NarrowLinear(LinearReplacement):
             padded=padded,
             wide=wide,
             bias=inner.bias is not None,
-            factors=inner.sketch_spec() if isinstance(inner, SketchedLinear) else None,
+            factors=spec_of_part(inner),
             device="meta",
         )
         layer.narrow = inner
@@ -202,13 +205,22 @@ class NarrowLinear(LinearReplacement):
     def to_dense(self) -> nn.Module:
         """The ordinary layer, with zeros for what was left out: in its place, last in each head if padded."""
         inner: Any = self.narrow.to_dense() if isinstance(self.narrow, SketchedLinear) else self.narrow
-        return self._dense_with(self._padded_weight(inner.weight.detach()))
+        return self.dense_with(self._padded_weight(inner.weight.detach()))
 
     def _dense_weight(self) -> Tensor:
         return self._padded_weight(_weight(self.narrow))
 
     def _padded_weight(self, weight: Tensor) -> Tensor:
         return self.pad(weight, 0 if self.side == "out" else 1)
+
+    def with_inner(self, inner: nn.Linear | SketchedLinear) -> Self:
+        """The same layer with another one between the narrow widths, which is not copied."""
+        spec = self.sketch_spec() | {"factors": spec_of_part(inner)}
+        new = type(self)(**spec, device="meta").train(self.training)
+        new.narrow = inner
+        for name, buffer in self.named_buffers(recurse=False):
+            new.register_buffer(name, buffer.clone())
+        return new
 
     @property
     def bias(self) -> Tensor | None:
@@ -234,7 +246,7 @@ class NarrowLinear(LinearReplacement):
             "padded": self.padded,
             **({"wide": True} if self.wide else {}),
             "bias": self.has_bias,
-            "factors": self.narrow.sketch_spec() if isinstance(self.narrow, SketchedLinear) else None,
+            "factors": spec_of_part(self.narrow),
         }
 
 
@@ -243,6 +255,11 @@ def _weight(layer: nn.Linear | SketchedLinear) -> Tensor:
         return layer.weight
     left, right = layer.factors()
     return left @ right
+
+
+def inner_layer(layer: Any) -> Any:
+    """The layer that does the work: of a narrow one that between the narrow widths, else itself."""
+    return layer.narrow if isinstance(layer, NarrowLinear) else layer
 
 
 class NarrowConv1D(Conv1DStandIn, NarrowLinear):

@@ -33,8 +33,3 @@ def part_of_spec(
         return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
     layer_type = NarrowLinear if "side" in spec else SketchedLinear
     return layer_type(**spec, device=device, dtype=dtype)
-
-
-def spec_of_part(part: nn.Module) -> Spec | None:
-    """What `part_of_spec` makes it of again."""
-    return part.sketch_spec() if isinstance(part, SketchedLayer) else None

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from panther_compile.errors import ConfigError
-from panther_compile.layers.base import Spec, copy_into
+from panther_compile.layers.base import Spec, copy_into, spec_of_part
 from panther_compile.layers.linear import SketchedLinear
-from panther_compile.layers.parts import LayerOfParts, part_of_spec, spec_of_part
+from panther_compile.layers.parts import LayerOfParts, part_of_spec
 
 
 class RecurrentParts(LayerOfParts):

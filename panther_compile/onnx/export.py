@@ -16,13 +16,14 @@ from torch import nn
 from torch.onnx import OnnxExporterError
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from panther_compile.config import check_type, read_integer
+from panther_compile.config import check_is_module, check_type, read_integer
 from panther_compile.errors import (
     ConfigError,
     ConfigTypeError,
     DataError,
     OnnxExportError,
     PantherError,
+    check_choice,
     first_line,
 )
 from panther_compile.factorization.values import check_loaded
@@ -36,8 +37,8 @@ from panther_compile.onnx.files import check_target, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
 from panther_compile.onnx.free_sizes import asked_free, check_free, declared_bounds
 from panther_compile.onnx.int8 import (
+    ROUNDINGS,
     check_can_round,
-    check_rounding,
     int8_model,
     warn_if_destroyed_by_int8,
 )
@@ -114,7 +115,7 @@ def export_onnx(
     opset = read_integer("opset", opset)
     _check_arguments(model, positional, opset)
     example = _told_apart(_with_last_named(model, Call(positional, dict(kwargs or {}))))
-    check_rounding(then)
+    check_choice("then", then, ROUNDINGS)
     if data is not None and then == "none":
         raise ConfigError("data= is for then='int8', which prepares the factors for it")
     calls = [] if data is None else spread_out(record_calls(model, data))
@@ -233,9 +234,8 @@ def _told_apart(call: Call) -> Call:
     return call.with_leaves(leaves)
 
 
-def _check_arguments(model: object, args: object, opset: int) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
+def _check_arguments(model: nn.Module, args: object, opset: int) -> None:
+    check_is_module("model", model)
     if not isinstance(args, tuple):
         raise ConfigTypeError(
             f"args is a {type(args).__name__}, wanted a tuple of inputs; named ones go to kwargs"

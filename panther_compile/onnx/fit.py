@@ -36,7 +36,7 @@ from panther_compile.models.watched import Arrival
 from panther_compile.onnx.branches import graph_of, seen_graphs
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import bias_of
-from panther_compile.onnx.patterns import holds_graph
+from panther_compile.onnx.patterns import holds_graph, makers_of
 from panther_compile.onnx.sites import OnnxFound, OnnxWeight, Use
 from panther_compile.onnx.torch_windows import window_pads
 from panther_compile.onnx.verify import kept_in
@@ -410,16 +410,7 @@ def _finite(found: Mapping[str, Any], use: Use, name: str, feed: Feed) -> Tensor
 
 def _hangs_on(value: ir.Value, nodes: set[ir.Node]) -> bool:
     """Whether a value is computed from what one of the nodes makes."""
-    left, seen = [value], set()
-    while left:
-        node = left.pop().producer()
-        if node is None or node in seen:
-            continue
-        if node in nodes or holds_graph(node):
-            return True
-        seen.add(node)
-        left.extend(one for one in node.inputs if one is not None)
-    return False
+    return any(node in nodes or holds_graph(node) for node in makers_of(value))
 
 
 def _is_flipped(use: Use) -> bool:

@@ -42,16 +42,6 @@ _OLDEST_OPSET = 13
 _AS_FAST = "in int8 it is as fast dense"
 
 
-def check_rounding(then: object) -> None:
-    """Check the option `then`.
-
-    Raises:
-        ConfigError: it is not one of `ROUNDINGS`.
-    """
-    if then not in ROUNDINGS:
-        raise ConfigError(f"{then=}, wanted one of {', '.join(map(repr, ROUNDINGS))}")
-
-
 def for_int8(model: ir.Model, folder: Path) -> ir.Model:
     """The model in opset 13, before which there is no scale for each output; itself if its own is no older.
 

@@ -21,6 +21,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor
 
 from panther_compile.layers.base import SketchedLayer
+from panther_compile.layers.convolution import SketchedConvolution
 from panther_compile.onnx.branches import graph_of
 from panther_compile.onnx.files import WEIGHTS_APART
 from panther_compile.onnx.patterns import fixed_tensor, is_onnx, is_read_once, remove_unread
@@ -196,16 +197,14 @@ def shift_constant(bias: Bias, shift: Tensor, writer: GraphWriter) -> None:
 
 def _stored_factors(use: Use, layer: SketchedLayer) -> dict[str, Tensor]:
     """The weights of the stages, the way round that the nodes read them."""
-    stages = dict(layer.named_children())
+    weights = {name: layer.get_parameter(f"{name}.weight") for name in layer.stages}
     if use.is_table:
-        return {name: stages[name].weight for name in ("codes", "basis")}  # type: ignore[misc]
+        return dict(weights)
     if layer.multiplies_out:
-        filters, mixing = (stages[name].weight for name in ("down", "up"))
-        return {"down": filters.flatten(1), "up": mixing.reshape(-1, len(filters))}  # type: ignore[operator, arg-type]
+        filters, mixing = weights.values()
+        return {"down": filters.flatten(1), "up": mixing.reshape(-1, len(filters))}
     right = not use.is_conv and use.index == 1
-    names = ("down", "core", "up") if "core" in stages else ("down", "up")
-    tensors = {name: stages[name].weight for name in names}
-    return {name: tensor.t() if right else tensor for name, tensor in tensors.items()}  # type: ignore[operator, misc]
+    return {name: weight.t() if right else weight for name, weight in weights.items()}
 
 
 def _lower_matrix(use: Use, layer: SketchedLayer, factors: list[ir.Value], writer: GraphWriter) -> None:
@@ -246,6 +245,7 @@ def _lower_table(node: ir.Node, factors: list[ir.Value], writer: GraphWriter) ->
 
 
 def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], writer: GraphWriter) -> None:
+    assert isinstance(layer, SketchedConvolution)
     x = node.inputs[0]
     if layer.multiplies_out:  # of constants: ONNX Runtime does it once, as it reads the file
         (product,) = writer.node(node, "MatMul", factors[::-1])
@@ -254,8 +254,7 @@ def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], wr
         return
     attributes = dict(node.attributes)
     if layer.scheme == "pivoted":
-        given = layer.sketch_spec()["stride"]
-        stride = given if isinstance(given, list) else [given]
+        stride = list(layer.stride)
         axes = len(stride)
         if node.op_type == "Conv" and set(stride) != {1}:
             bounds = ([0] * axes, [2**62] * axes, list(range(2, 2 + axes)), stride)
@@ -263,7 +262,7 @@ def _lower_conv(node: ir.Node, layer: SketchedLayer, factors: list[ir.Value], wr
         pivots, others = _split_pivots(node, x, layer, 1, writer)
         (latent,) = writer.node(node, "Conv", (others, factors[0]))
         (x,) = writer.node(node, "Add", (latent, pivots))
-    stages = [name for name in ("down", "core", "up") if hasattr(layer, name)]
+    stages = layer.stages
     for stage, factor in zip(stages[:-1], factors[:-1], strict=True):
         if layer.scheme != "pivoted":
             x = _regrouped(node, x, layer, stage, writer)

@@ -1,7 +1,7 @@
 """Small questions about an ONNX graph: what feeds what."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -217,3 +217,14 @@ def _is_constant(value: ir.Value | None) -> bool:
 def _is_slice(value: ir.Value | None) -> bool:
     node = None if value is None else value.producer()
     return node is not None and is_onnx(node, "Slice", "Split")
+
+
+def makers_of(value: ir.Value, stop: Container[ir.Value] = ()) -> Iterator[ir.Node]:
+    """The nodes that a value is computed by, each once; none behind the values of `stop`."""
+    left, seen = [value], set[ir.Node]()
+    while left:
+        maker = left.pop().producer()
+        if maker is not None and maker not in seen:
+            seen.add(maker)
+            yield maker
+            left += [one for one in maker.inputs if one is not None and one not in stop]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.onnx.files import saved_copy
-from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.patterns import is_onnx, makers_of
 from panther_compile.onnx.sites import constant_weights, to_torch
 from panther_compile.onnx.verify import load_session
 
@@ -189,13 +189,7 @@ def _matrix(part: ir.Model, features: int, folder: Path) -> Tensor:
 
 def _part(model: ir.Model, x: ir.Value, y: ir.Value, dtype: ir.DataType) -> ir.Model:
     """A model of the nodes that make y of x, and of constants."""
-    needed: set[ir.Node] = set()
-    left = [y]
-    while left:
-        maker = left.pop().producer()
-        if maker is not None and maker not in needed:
-            needed.add(maker)
-            left += [value for value in maker.inputs if value is not None and value is not x]
+    needed = set(makers_of(y, {x}))
     given = ir.Value(name=_GIVEN, type=x.type or ir.TensorType(dtype))
     new: dict[ir.Value, ir.Value] = {x: given}
     weights: list[ir.Value] = []

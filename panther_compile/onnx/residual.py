@@ -11,6 +11,7 @@ except that ONNX Runtime has no gradients: errors at all outputs count alike.
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -26,6 +27,7 @@ from panther_compile.models.rows import kept_rows
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData
 from panther_compile.onnx.files import check_apart, check_target, read_model, stored_bytes, write_model
 from panther_compile.onnx.lowering import GraphWriter, added_bias, shift_constant
+from panther_compile.onnx.patterns import makers_of
 from panther_compile.onnx.quantized import Product, dense_products, quantized_products, twins_of
 from panther_compile.onnx.verify import compare_files, kept_in
 from panther_compile.records import Closeness
@@ -100,11 +102,10 @@ def add_residual_onnx(
         check_rank(rank, min(product.matrix.shape), product.name)
     fit = _Fit(model, source, pairs, rank, target.parent)
     before = after = Closeness.unknown("no data")
-    bytes_before = [_weight_bytes(product) for product, _ in pairs]
+    report = partial(_report, pairs, rank, [_weight_bytes(product) for product, _ in pairs], sizes)
     if data is None:
         fit.by_weights()
-        stored = write_model(model, target)
-        return _report(pairs, rank, bytes_before, before, after, True, sizes, stored)
+        return report(write_model(model, target), before, after, kept=True)
     feeds = fit.feeds(data)
     judged = judged_of(feeds)
     fit.by_data(learnt_of(feeds), sequential)
@@ -117,9 +118,11 @@ def add_residual_onnx(
         if not after.share < before.share:
             raise _NoCloserError
 
+    kept = True
     try:
         stored = write_model(model, target, check=check)
     except _NoCloserError:
+        kept = False
         warnings.warn(
             f"low-rank branches fitted to this data bring outputs no closer to the dense file's on others: "
             f"{after}; without them, {before}; they are left out. Give more data, or a smaller rank",
@@ -127,8 +130,7 @@ def add_residual_onnx(
             stacklevel=2,
         )
         stored = write_model(read_model(low_path), target)
-        return _report(pairs, rank, bytes_before, before, after, False, sizes, stored)
-    return _report(pairs, rank, bytes_before, before, after, True, sizes, stored)
+    return report(stored, before, after, kept=kept)
 
 
 class _NoCloserError(Exception):
@@ -142,11 +144,12 @@ def _report(
     pairs: Pairs,
     rank: int,
     bytes_before: Sequence[int],
-    before: Closeness,
-    after: Closeness,
-    kept: bool,
     sizes: tuple[int, int],
     stored: int,
+    before: Closeness,
+    after: Closeness,
+    *,
+    kept: bool,
 ) -> ResidualReport:
     rows = [
         ResidualRow(
@@ -262,40 +265,19 @@ def _arrays(
 def _steps(pairs: Pairs) -> list[list[tuple[Product, Product]]]:
     """The pairs in their order, in groups in which no product reads the result of another."""
     steps: list[list[tuple[Product, Product]]] = []
-    made: set[ir.Value] = set()
+    made: set[ir.Node | None] = set()
     for pair in pairs:
-        if not steps or _hangs_on(pair[0].x, made):
+        if not steps or not made.isdisjoint(makers_of(pair[0].x)):
             steps.append([])
             made = set()
         steps[-1].append(pair)
-        made.add(pair[0].y)
+        made.add(pair[0].y.producer())
     return steps
-
-
-def _hangs_on(value: ir.Value, made: set[ir.Value]) -> bool:
-    """Whether a value is computed from one of others."""
-    left, seen = [value], set[ir.Value]()
-    while left:
-        one = left.pop()
-        if one in made:
-            return True
-        if one not in seen and (maker := one.producer()) is not None:
-            seen.add(one)
-            left += [given for given in maker.inputs if given is not None]
-    return False
 
 
 def _weight_bytes(product: Product) -> int:
     """Bytes of the constants that the nodes of a product read."""
-    total, left, seen = 0, [product.y], set[ir.Value]()
-    while left:
-        value = left.pop()
-        if value in seen or value is product.x:
-            continue
-        seen.add(value)
-        tensor = ir.convenience.get_const_tensor(value)
-        if tensor is not None:
-            total += tensor.nbytes
-        elif (maker := value.producer()) is not None:
-            left += [given for given in maker.inputs if given is not None]
-    return total
+    makers = makers_of(product.y, {product.x})
+    read = {value for maker in makers for value in maker.inputs if value is not None}
+    tensors = map(ir.convenience.get_const_tensor, read)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

@@ -14,7 +14,13 @@ import torch
 from panther_compile.calibration.inputs import is_worth_it
 from panther_compile.calibration.verdict import warn_if_destroyed
 from panther_compile.config import Selector, SketchConfig, check_has_data, check_type
-from panther_compile.errors import ConfigError, ConfigTypeError, NoTargetError, OnnxMismatchError
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    NoTargetError,
+    OnnxMismatchError,
+    check_choice,
+)
 from panther_compile.healing.report import HealReport
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.onnx.data import Feed, ObservedModel, OnnxData, last_at_the_end
@@ -24,9 +30,9 @@ from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData
 from panther_compile.onnx.fold_scales import fold_scales
 from panther_compile.onnx.forms import fuse_gelu, fuse_hard_swish
 from panther_compile.onnx.int8 import (
+    ROUNDINGS,
     as_pairs,
     check_can_round,
-    check_rounding,
     for_int8,
     int8_model,
     warn_if_destroyed_by_int8,
@@ -220,7 +226,7 @@ def sketch_onnx(
     check_has_data(data, {"sequential=True": sequential, f"refine={config.refine!r}": refines})
     if refines and config.keeps_all:
         raise ConfigError(f"refine={config.refine!r} trains factors, of which a ratio of 1 makes none")
-    check_rounding(then)
+    check_choice("then", then, ROUNDINGS)
     source, target = checked_path(source, "source"), checked_path(target, "target")
     check_target(target)
     report = _sketched(source, target, config, data, sequential=sequential, then=then, verify=verify)

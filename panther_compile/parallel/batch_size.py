@@ -75,7 +75,7 @@ def find_batch_size(
     """
     for name, value in (("start", start), ("multiple_of", multiple_of), ("maximum", maximum)):
         if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name}={value!r}; it must be a whole number, 1 or more")
+            raise ConfigError(f"{name}={value!r}, wanted a whole number, 1 or more")
     if maximum < multiple_of:
         raise ConfigError(f"maximum={maximum} is below multiple_of={multiple_of}, the smallest batch")
     top = maximum // multiple_of

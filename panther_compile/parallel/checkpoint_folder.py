@@ -8,7 +8,6 @@
 A training that went back and saves a step again makes step-000000200.1 beside it; nothing is overwritten.
 """
 
-import json
 import re
 import shutil
 from base64 import b64decode, b64encode
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from panther_compile.errors import CheckpointCorruptError, CheckpointVersionError
-from panther_compile.storage import document_sha256, file_sha256, flush, keeps_checksum
+from panther_compile.storage import file_sha256, flush, read_document, write_document
 from panther_compile.typed_json import read_record
 
 MANIFEST = "manifest.json"
@@ -179,10 +178,8 @@ def put_in_place(scratch: Path, folder: Path, document: dict[str, Any]) -> Path:
     Returns:
         Where it is now.
     """
-    document |= {"format": FORMAT, "version": FORMAT_VERSION}
-    document["sha256"] = document_sha256(document)
     manifest = scratch / MANIFEST
-    manifest.write_text(json.dumps(document, indent=1))
+    write_document(manifest, document, FORMAT, FORMAT_VERSION)
     flush(manifest, scratch)
     name = f"step-{document['step']:09d}"
     taken = {path.name for path in list_checkpoints(folder)}
@@ -242,19 +239,10 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        document = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        text = file.read_bytes()
+    except OSError as error:
         raise CheckpointCorruptError(f"{path} has no manifest that can be read: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise CheckpointCorruptError(f"{file} is no manifest of a training's checkpoint")
-    version = document.get("version")
-    if type(version) is not int or version > FORMAT_VERSION:
-        raise CheckpointVersionError(
-            f"{path} has the format {version!r}, newer than {FORMAT_VERSION}: update the library"
-        )
-    if not keeps_checksum(document):
-        raise CheckpointCorruptError(f"{file} was changed after it was written")
-    manifest = read_record(Manifest, document, str(file))
+    manifest = read_record(Manifest, read_document(text, file, FORMAT, FORMAT_VERSION), str(file))
     _check(manifest, file)
     return manifest
 

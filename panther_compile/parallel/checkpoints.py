@@ -314,9 +314,9 @@ class TrainingCheckpoints:
     @staticmethod
     def _check(engine: ParallelEngine, optimizer: Optimizer) -> None:
         if not isinstance(engine, ParallelEngine):
-            raise ConfigTypeError(f"engine is a {type(engine).__name__}; it must be a ParallelEngine")
+            raise ConfigTypeError(f"engine is a {type(engine).__name__}, wanted a ParallelEngine")
         if not isinstance(optimizer, Optimizer):
-            raise ConfigTypeError(f"optimizer is a {type(optimizer).__name__}; it must be an Optimizer")
+            raise ConfigTypeError(f"optimizer is a {type(optimizer).__name__}, wanted an Optimizer")
 
     def _on_first_rank(self, action: Callable[[], None]) -> list[str]:
         return _try(action) if self._rank == 0 else []

@@ -213,6 +213,7 @@ class ParallelEngine(nn.Module):
         Raises:
             BatchError: the batch is not of a size or shape that the partition was made for.
             CommunicationError: another rank did not answer.
+            ParallelError: gradients are turned off, there is no target, or no loss was given.
         """
         if not torch.is_grad_enabled():
             raise ParallelError("step() needs gradients, which are turned off here; evaluate() needs none")
@@ -237,6 +238,9 @@ class ParallelEngine(nn.Module):
             *args: as of `step`.
             target: as of `step`.
             **kwargs: as of `step`.
+
+        Raises:
+            BatchError, CommunicationError, ParallelError: as of `step`, with gradients on or off.
         """
         batch, shares = self._read(args, target, kwargs, "evaluate")
         with self._named("evaluate"):
@@ -401,9 +405,9 @@ class ParallelEngine(nn.Module):
         """
         norm_type, max_norm = float(norm_type), float(max_norm)
         if not norm_type > 0:
-            raise ConfigError(f"norm_type={norm_type!r}; it must be a number above 0, or inf")
+            raise ConfigError(f"norm_type={norm_type!r}, wanted a number above 0, or inf")
         if not max_norm >= 0:
-            raise ConfigError(f"max_norm={max_norm!r}; it must be a number, 0 or more")
+            raise ConfigError(f"max_norm={max_norm!r}, wanted a number, 0 or more")
         gradients = (
             (parameter.grad, name in self.layouts)
             for name, parameter in self.named_parameters()
@@ -466,6 +470,9 @@ class ParallelEngine(nn.Module):
                 this rank's stages, as they are: DTensors where data_parallel="fsdp", and of what the tp axis
                 divides this rank's shards, which only `TrainingCheckpoints` knows to be such.
             **kwargs: likewise.
+
+        Raises:
+            ConfigError: another option is given.
         """
         if args or any(value for value in kwargs.values()):
             raise ConfigError(f"state_dict takes full= alone, and {args or kwargs} is given")
@@ -486,6 +493,7 @@ class ParallelEngine(nn.Module):
 
         Raises:
             CheckpointMismatchError: a tensor is missing, unknown, or of another shape; nothing is changed.
+            ConfigError: an option is given.
         """
         if args or kwargs:
             raise ConfigError(f"load_state_dict takes the state alone, and {args or kwargs} is given")

@@ -12,6 +12,7 @@ from panther_compile.names import attribute, is_persistent, leave_out_of_state
 from panther_compile.parallel.units import SHARE
 from panther_compile.parallel.writes import writes_of
 from panther_compile.partition.graph.recomputed import recomputed_region
+from panther_compile.partition.stages.split import copied_part
 
 # What a cut costs, and each value alive there beyond the fewest: against 8 times the sum of squared shares.
 _CUT, _ALIVE = 0.03, 0.01
@@ -199,7 +200,7 @@ def _assemble(
         own = [node for node in nodes if unit_of.get(node) == number]
         given = list(dict.fromkeys(other for node in own for other in node.all_input_nodes if other in made))
         returned = [node for node in own if users[node] - {number}]
-        tensors[f"unit_{number}"] = _unit_module(source, nodes, own, given, returned, number)
+        tensors[f"unit_{number}"] = _unit_module(source, own, given, returned, number)
         call = outer.call_module(f"unit_{number}", tuple(made[node] for node in given))
         for place, node in enumerate(returned):
             made[node] = outer.call_function(_take, (call, place))
@@ -217,24 +218,13 @@ def _read_by_several(nodes: Sequence[fx.Node], users: Mapping[fx.Node, set[int]]
 
 def _unit_module(
     source: fx.GraphModule,
-    nodes: Sequence[fx.Node],
     own: Sequence[fx.Node],
     given: Sequence[fx.Node],
     returned: Sequence[fx.Node],
     number: int,
 ) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(node.name) for node in given}
-    tensors: dict[str, Any] = {}
     needed = set(own) | {other for node in own for other in node.all_input_nodes if other.op == "get_attr"}
-    for node in nodes:
-        if node not in needed or node in copies:
-            continue
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.op in ("get_attr", "call_module"):
-            name = str(node.target)
-            is_module = node.op == "call_module"
-            tensors[name] = source.get_submodule(name) if is_module else attribute(source, name)
+    graph, copies, tensors = copied_part(source, given, needed)
     graph.output(tuple(copies[node] for node in returned))
     return _module_of(source, tensors, graph, f"Unit{number}")
 

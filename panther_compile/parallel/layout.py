@@ -75,7 +75,7 @@ def check_layout(part: Partition) -> tuple[CheckedRank, ...]:
             divides sequences (cp), which is planned alone.
     """
     if not isinstance(part, Partition):
-        raise ConfigTypeError(f"part is a {type(part).__name__}; it must be what partition_model gives")
+        raise ConfigTypeError(f"part is a {type(part).__name__}, wanted what partition_model gives")
     check_axes(part.mesh)
     if dist.is_initialized():
         raise ParallelError("check_layout makes a process group of its own, and this process is in one")

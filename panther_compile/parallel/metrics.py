@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from panther_compile.config import read_number
 from panther_compile.errors import ConfigError, MissingExtraError
 from panther_compile.models.outputs import tensors_in
 from panther_compile.parallel.devices import Devices
@@ -138,12 +139,12 @@ class TrainingMetrics:
             tensorboard: a folder for its event files.
 
         Raises:
-            ConfigError: a number is not positive.
+            ConfigError, ConfigTypeError: a number is not positive, or none.
             MissingExtraError: tensorboard is not installed.
         """
         for name, value in (("tokens", tokens), ("peak_flops", peak_flops), ("every", every)):
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name}={value!r}; it must be more than 0")
+            if value is not None and not read_number(name, value) > 0:
+                raise ConfigError(f"{name}={value!r}, wanted a number above 0")
         self.steps = 0
         self._devices, self._part = engine.devices, part
         self._tokens, self._peak_flops, self._every = tokens, peak_flops, every

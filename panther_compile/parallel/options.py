@@ -9,7 +9,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from panther_compile.config import check_type, read_integer
-from panther_compile.errors import ConfigError, ConfigTypeError, ProcessGroupError, ScheduleError
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    ProcessGroupError,
+    ScheduleError,
+    check_choice,
+)
 from panther_compile.parallel.activation_checkpointing import find_written_buffer
 from panther_compile.parallel.pipeline import SPLIT_BACKWARD, check_schedule
 from panther_compile.partition import Partition
@@ -129,8 +135,7 @@ class Options:
             check_type(name, getattr(self, name), bool)
         for name in _FLAGS_OR_NONE:
             check_type(name, getattr(self, name), bool, NoneType)
-        if self.data_parallel not in _DATA_PARALLEL:
-            raise ConfigError(f"data_parallel={self.data_parallel!r} is none of 'ddp', 'fsdp', None")
+        check_choice("data_parallel", self.data_parallel, _DATA_PARALLEL)
         if self.data_parallel is None and mesh.dp > 1:
             raise ConfigError(f"the mesh is {mesh}: with dp={mesh.dp}, data_parallel must be 'ddp' or 'fsdp'")
         check_schedule(self.schedule, part)
@@ -153,7 +158,7 @@ class Options:
             )
         size, units = self.shard_size, self.units
         if units is not None and (isinstance(units, str) or not isinstance(units, Sequence)):
-            raise ConfigTypeError(f"units={units!r}; it must be a list of names of modules")
+            raise ConfigTypeError(f"units={units!r}, wanted a list of names of modules")
         if size is not None and (size < 1 or part.mesh.dp % size):
             raise ConfigError(f"shard_size={self.shard_size!r} does not divide dp={part.mesh.dp}")
         if units is not None and (part.mesh.pp > 1 or part.mesh.tp > 1):
@@ -163,7 +168,7 @@ class Options:
         for name, kind in (("mp_policy", MixedPrecisionPolicy), ("offload_policy", OffloadPolicy)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise ConfigError(f"{name} is a {type(value).__name__}; it must be torch's {kind.__name__}")
+                raise ConfigError(f"{name} is a {type(value).__name__}, wanted torch's {kind.__name__}")
 
     def _check_checkpointing(self, part: Partition, mixing: str | None) -> None:
         asked = self.activation_checkpointing

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from panther_compile.config import check_is_module
 from panther_compile.errors import ConfigTypeError, ParallelError
 from panther_compile.parallel.agreement import (
     check_agreement,
@@ -101,14 +102,13 @@ def parallelize_model(
         ParallelError: the mesh divides sequences (cp), which is planned alone; a stage has no parameters to
             train; or "fsdp" is to gather parameters of several dtypes, or numbers, with others.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    check_is_module("model", model)
     if not isinstance(part, Partition):
-        raise ConfigTypeError(f"part is a {type(part).__name__}; it must be what partition_model gives")
+        raise ConfigTypeError(f"part is a {type(part).__name__}, wanted what partition_model gives")
     for option, given in (("loss_fn", loss_fn), ("count_tokens", count_tokens)):
         if given is not None and (isinstance(given, type) or not callable(given)):
             raise ConfigTypeError(
-                f"{option}={given!r}; it must be a function, or an object that is called as one"
+                f"{option}={given!r}, wanted a function, or an object that is called as one"
             )
     check_axes(part.mesh)
     device = _find_device(model)
@@ -182,7 +182,7 @@ def _find_device(model: nn.Module) -> torch.device:
     found = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(found) > 1:
         raise ParallelError(
-            f"the model is spread over {', '.join(sorted(map(str, found)))}; it must be on one"
+            f"the model is spread over {', '.join(sorted(map(str, found)))}, wanted one device"
         )
     device = found.pop() if found else torch.device("cpu")
     if device.type == "meta":

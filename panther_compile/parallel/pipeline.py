@@ -21,7 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from panther_compile.errors import ConfigError, ParallelError, ScheduleError
+from panther_compile.errors import ParallelError, ScheduleError, check_choice
 from panther_compile.parallel.agreement import describe_tensor
 from panther_compile.parallel.crossing import CrossingTensors
 from panther_compile.parallel.devices import Devices
@@ -49,8 +49,7 @@ def check_schedule(schedule: str, part: Partition) -> None:
         ConfigError: of an unknown name.
         ScheduleError: of stages or microbatches that do not fit.
     """
-    if schedule not in SCHEDULES:
-        raise ConfigError(f"schedule={schedule!r} is none of {', '.join(map(repr, SCHEDULES))}")
+    check_choice("schedule", schedule, SCHEDULES)
     stages, pp, count = len(part.stages), part.mesh.pp, part.microbatches
     each = stages // pp
     if pp == 1:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from panther_compile.errors import CaptureError
-from panther_compile.names import attribute
+from panther_compile.names import is_parameter
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.context import gathered_nodes
 from panther_compile.partition.graph.flow import FlowGraph, Holding
@@ -109,7 +109,7 @@ def assemble(
     shared = tuple(
         SharedParameter(held.name, places, held.gradient_bytes)
         for held, places in holders
-        if len(places) > 1 and is_parameter(captured, held.name)
+        if len(places) > 1 and is_parameter(captured.graph_module, held.name)
     )
     return Partition(
         model=graphs.name,
@@ -133,11 +133,6 @@ def assemble(
         sharding=sharding,
         context=tuple(_gathers(graphs.notes, stage_of, sharding, training=options.training)),
     )
-
-
-def is_parameter(captured: Captured, name: str) -> bool:
-    """Whether what a graph holds under a name is a parameter, and no buffer."""
-    return isinstance(attribute(captured.graph_module, name), nn.Parameter)
 
 
 def stages_of(flow: FlowGraph, cuts: StageCuts) -> tuple[dict[str, int], dict[str, int]]:
@@ -328,4 +323,4 @@ class _StageBuilder:
 
 
 def _names(captured: Captured, held: Sequence[Holding], *, parameters: bool) -> tuple[str, ...]:
-    return tuple(item.name for item in held if is_parameter(captured, item.name) == parameters)
+    return tuple(item.name for item in held if is_parameter(captured.graph_module, item.name) == parameters)

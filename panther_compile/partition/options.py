@@ -4,13 +4,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from panther_compile.errors import MeshError
+from panther_compile.errors import MeshError, check_choice
+from panther_compile.partition.graph.budget import check_mode
 from panther_compile.partition.graph.hardware import NO_LINK, Hardware, Link, slowest_of
 from panther_compile.partition.records import Mesh
-from panther_compile.partition.replicas import StateSharding, find_replica_links, find_shardings
+from panther_compile.partition.replicas import (
+    DATA_PARALLEL,
+    StateSharding,
+    find_replica_links,
+    find_shardings,
+)
 from panther_compile.partition.stages.chains import StageRequest
 from panther_compile.partition.stages.mesh_search import PipelineShape
-from panther_compile.partition.stages.schedule import Action, count_in_flight, order_actions
+from panther_compile.partition.stages.schedule import SCHEDULES, Action, count_in_flight, order_actions
 from panther_compile.partition.stages.units import RECOMPUTE
 
 AUTO = "auto"
@@ -61,6 +67,10 @@ class PlanOptions:
         context_parallel: sizes of cp to compare, where devices are divided.
         scattered: whether each device of a stage sends a part of what the next stage gathers, as other
             runtimes do; ours sends all of it from each.
+
+    Raises:
+        ConfigError: an option is none of what is wanted.
+        MeshError: a number of stages that the schedule does not have.
     """
 
     hardware: Hardware
@@ -79,6 +89,16 @@ class PlanOptions:
     scattered: bool = False
     places: tuple[Hardware, ...] = ()
     spare_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, (AUTO, *SCHEDULES))
+        check_choice("data_parallel", self.data_parallel, (AUTO, *DATA_PARALLEL))
+        check_mode("recompute", self.recompute, (AUTO, *RECOMPUTE))
+        if self.stages_per_device not in (None, 1) and self.schedule not in (AUTO, "interleaved"):
+            raise MeshError(
+                f"stages_per_device={self.stages_per_device} needs schedule='interleaved', "
+                f"not {self.schedule!r}"
+            )
 
     def microbatches_of(self, mesh: Mesh) -> int:
         """Microbatches of one step, through each replica."""

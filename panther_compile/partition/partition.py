@@ -9,27 +9,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from panther_compile.config import check_type, is_integer, read_integer
-from panther_compile.errors import ConfigError, ConfigTypeError, MeshError, PartitionError, StageMemoryError
+from panther_compile.config import check_is_module, check_type, is_integer, read_integer
+from panther_compile.errors import (
+    ConfigError,
+    ConfigTypeError,
+    MeshError,
+    PartitionError,
+    StageMemoryError,
+    check_choice,
+)
 from panther_compile.models.batches import copy_object, with_tensors
 from panther_compile.partition.assemble import count_samples
 from panther_compile.partition.graph.budget import check_mode
 from panther_compile.partition.graph.capture import example_arguments, quiet
-from panther_compile.partition.graph.flow_graph import OPTIMIZER_BYTES, Costs
+from panther_compile.partition.graph.flow_graph import Costs
 from panther_compile.partition.graph.hardware import Hardware, find_hardware, read_bytes, slowest_of
 from panther_compile.partition.graph.modes import check_batch_norms, differs_by_mode
 from panther_compile.partition.graphs import read_graphs, with_paces
 from panther_compile.partition.options import AUTO, PlanOptions
 from panther_compile.partition.records import Mesh
-from panther_compile.partition.replicas import DATA_PARALLEL, find_context
+from panther_compile.partition.replicas import find_context
 from panther_compile.partition.result import Partition
 from panther_compile.partition.search import partition_mesh, search_meshes
-from panther_compile.partition.stages.schedule import SCHEDULES
 from panther_compile.partition.stages.units import RECOMPUTE
 
 TIED = (AUTO, "shared", "together")
 SEQUENCE_PARALLEL = (AUTO, True, False)
-EIGHT_BITS = (None, "fp8")
 # Of a step over all replicas, where devices are divided and no global batch is asked for.
 MICROBATCHES_PER_DEVICE = 2
 _CONTEXTS = (1, 2, 4, 8)  # devices that divide a sequence, where the planner is to choose
@@ -128,27 +133,11 @@ def partition_model(
         StageCountError: more stages than places to cut.
         StageMemoryError: a stage cannot fit; the message says by how much and what would help.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}; it must be an nn.Module")
+    check_is_module("model", model)
     _check_lists(boundaries=boundaries)
-    for option, given in (("training", training), ("master_weights", master_weights), ("compiled", compiled)):
-        check_type(option, given, bool)
     check_type("profile", profile, bool, Mapping)
-    if isinstance(recompute, bool):
-        recompute = "full" if recompute else "none"
-    _check_choices(
-        ("schedule", schedule, (None, AUTO, *SCHEDULES)),
-        ("optimizer", optimizer, tuple(OPTIMIZER_BYTES)),
-        ("tied", tied, TIED),
-        ("sequence_parallel", sequence_parallel, SEQUENCE_PARALLEL),
-        ("data_parallel", data_parallel, (AUTO, *DATA_PARALLEL)),
-    )
-    _check_choices(("products", products, EIGHT_BITS), ("keeps", keeps, EIGHT_BITS))
-    check_mode("recompute", recompute, (None, AUTO, *RECOMPUTE))
-    if compiled and profile:
-        raise ConfigError(
-            "profile= takes the seconds of single operations, which compiled=True fuses: give one"
-        )
+    check_choice("tied", tied, TIED)
+    check_choice("sequence_parallel", sequence_parallel, SEQUENCE_PARALLEL)
     _check_devices(mesh, devices, microbatches, global_batch)
     devices, microbatches, global_batch, stages_per_device, shard_size = _read_numbers(
         devices=devices,
@@ -158,17 +147,22 @@ def partition_model(
         shard_size=shard_size,
     )
     microbatch_sizes = _read_sizes(microbatch_sizes, global_batch)
-    open_choice = AUTO if mesh is None else None
-    schedule = schedule or open_choice or "1f1b"
-    if stages_per_device is not None and schedule not in (AUTO, "interleaved") and stages_per_device != 1:
-        raise MeshError(
-            f"stages_per_device={stages_per_device} needs schedule='interleaved', not {schedule!r}"
-        )
     fixed = None if mesh is None else Mesh.read(mesh, devices)
-    places = _read_places(hardware, mesh, profile)
+    places = _read_places(hardware, mesh)
     differ = len(places) > 1
     chosen = slowest_of(places)
-    _check_products(products, keeps, places, profile)
+    costs = Costs(
+        chosen,
+        training,
+        optimizer,
+        master_weights=master_weights,
+        compiled=compiled,
+        products=products,
+        keeps=keeps,
+    )
+    _check_rates(products, places)
+    if profile:
+        _check_profile(costs, places)
     memory = chosen.memory_bytes if memory_per_device is None else read_bytes(memory_per_device)
     # A graph is read by running the model's code on what stands for tensors, which it may write into objects.
     example_inputs = with_tensors(example_inputs, lambda tensor: tensor, copy_object)
@@ -185,23 +179,14 @@ def partition_model(
         microbatches=microbatches,
         global_batch=global_batch,
         samples=samples,
-        schedule=schedule,
+        schedule=(AUTO if mesh is None else "1f1b") if schedule is None else schedule,
         stages_per_device=stages_per_device,
         training=training,
-        recompute=(recompute or open_choice or "none") if training else "none",
+        recompute=_read_recompute(recompute, AUTO if mesh is None else "none", training=training),
         data_parallel=data_parallel,
         shard_size=shard_size,
         master_weights=master_weights,
         context_parallel=_read_contexts(context_parallel, mesh),
-    )
-    costs = Costs(
-        chosen,
-        training,
-        optimizer,
-        master_weights=master_weights,
-        compiled=compiled,
-        products=products,
-        keeps=keeps,
     )
 
     def plan(inputs: Any) -> Partition:
@@ -266,17 +251,15 @@ def _warn_of_hooks(model: nn.Module, found: Partition) -> None:
 
 
 def _read_places(
-    hardware: Hardware | str | Sequence[Hardware | str],
-    mesh: Mapping[str, int] | None,
-    profile: bool | Mapping[str, float],
+    hardware: Hardware | str | Sequence[Hardware | str], mesh: Mapping[str, int] | None
 ) -> tuple[Hardware, ...]:
     """The hardware of all devices, or of each place along the pipeline where they differ."""
     if isinstance(hardware, Hardware | str):
         return (find_hardware(hardware),)
     if not isinstance(hardware, Sequence):
-        raise ConfigTypeError(f"hardware={hardware!r}; it must be a preset, a Hardware, or a list of such")
+        raise ConfigTypeError(f"hardware={hardware!r}, wanted a preset, a Hardware, or a list of such")
     if not hardware or not all(isinstance(one, Hardware | str) for one in hardware):
-        raise ConfigError(f"hardware={hardware!r}; it must be presets or Hardware, one for each place")
+        raise ConfigError(f"hardware={hardware!r}, wanted presets or Hardware, one for each place")
     if mesh is None:
         raise MeshError("hardware= for each place along the pipeline needs mesh=, which says how many")
     if len(hardware) != mesh.get("pp", 1):
@@ -284,32 +267,40 @@ def _read_places(
             f"hardware= names {len(hardware)}, one for each place along the pipeline; pp={mesh.get('pp', 1)}"
         )
     places = tuple(map(find_hardware, hardware))
-    if len(set(places)) == 1:
-        return places[:1]
-    if profile:
-        raise ConfigError("profile= takes the seconds of this device, and hardware= names several: give one")
-    return places
+    return places[:1] if len(set(places)) == 1 else places
 
 
-def _check_products(
-    products: str | None,
-    keeps: str | None,
-    places: Sequence[Hardware],
-    profile: bool | Mapping[str, float],
-) -> None:
-    """Refuse products in eight bits where no rate of theirs is known, and copies without them."""
-    if keeps is not None and products is None:
-        raise ConfigError(f"keeps={keeps!r} is of products in eight bits; give products='fp8' with it")
-    if products is None:
-        return
-    if profile:
-        raise ConfigError(
-            "profile= takes the seconds of this device, and products='fp8' other ones: give one"
-        )
-    for one in places:
+def _check_rates(products: str | None, places: Sequence[Hardware]) -> None:
+    """Refuse products in eight bits where no rate of theirs is known."""
+    for one in places if products is not None else ():
         if one.fp8_flops_per_second is None or one.rates:
             lacking = "has measured rates, of its own dtype" if one.rates else "has no fp8_flops_per_second"
             raise ConfigError(f"products={products!r}, and hardware {one.name!r} {lacking}")
+
+
+def _check_profile(costs: Costs, places: Sequence[Hardware]) -> None:
+    """Refuse options that ask for other seconds than those of single operations on this device."""
+    others = {
+        "compiled=True": costs.compiled,
+        f"products={costs.products!r}": costs.products is not None,
+        "hardware= for each place": len(places) > 1,
+    }
+    for option, given in others.items():
+        if given:
+            raise ConfigError(
+                "profile= takes the seconds of single operations on this device, "
+                f"and {option} asks for others: give one"
+            )
+
+
+def _read_recompute(given: bool | str | float | None, default: str, *, training: bool) -> str | float:
+    """The activation checkpointing to plan for; without a backward there is none."""
+    if isinstance(given, bool):
+        given = "full" if given else "none"
+    check_mode("recompute", given, (None, AUTO, *RECOMPUTE))
+    if not training:
+        return "none"
+    return default if given is None else given
 
 
 def _read_contexts(context_parallel: int | str, mesh: Mapping[str, int] | None) -> tuple[int, ...]:
@@ -317,9 +308,7 @@ def _read_contexts(context_parallel: int | str, mesh: Mapping[str, int] | None) 
     if context_parallel == AUTO and mesh is None:
         return _CONTEXTS
     if not is_integer(context_parallel) or context_parallel < 1:
-        raise MeshError(
-            f"context_parallel={context_parallel!r}; it must be a whole number, 1 or more, or 'auto'"
-        )
+        raise MeshError(f"context_parallel={context_parallel!r}, wanted a whole number, 1 or more, or 'auto'")
     if mesh is not None and context_parallel != 1:
         raise MeshError(f"context_parallel={context_parallel!r} is for devices=; with mesh= give it as 'cp'")
     return (int(context_parallel),)
@@ -355,7 +344,7 @@ def _check_lists(**options: object) -> None:
     """Refuse what is no list, where several are asked for."""
     for name, given in options.items():
         if isinstance(given, str) or not isinstance(given, Sequence):
-            raise ConfigTypeError(f"{name}={given!r}; it must be a list")
+            raise ConfigTypeError(f"{name}={given!r}, wanted a list")
 
 
 def _read_sizes(sizes: Sequence[int] | None, global_batch: int | None) -> list[int] | None:
@@ -365,18 +354,10 @@ def _read_sizes(sizes: Sequence[int] | None, global_batch: int | None) -> list[i
     _check_lists(microbatch_sizes=sizes)
     read = [read_integer(f"microbatch_sizes[{place}]", size) for place, size in enumerate(sizes)]
     if min(read, default=0) < 1:
-        raise MeshError(f"microbatch_sizes={sizes!r}; it must be whole numbers, 1 or more")
+        raise MeshError(f"microbatch_sizes={sizes!r}, wanted whole numbers, 1 or more")
     if global_batch is None:
         raise MeshError(f"microbatch_sizes={sizes!r} are compared at one global_batch=, which is not given")
     return read
-
-
-def _check_choices(*choices: tuple[str, object, tuple[object, ...]]) -> None:
-    """Refuse what is none of the values that an option has."""
-    for name, value, allowed in choices:
-        if value not in allowed:
-            shown = ", ".join(repr(one) for one in allowed if one is not None)
-            raise ConfigError(f"{name}={value!r} is none of {shown}")
 
 
 def _check_devices(
@@ -400,5 +381,5 @@ def _read_numbers(**given: int | None) -> list[int | None]:
     read = [None if number is None else read_integer(name, number) for name, number in given.items()]
     for name, number in zip(given, read, strict=True):
         if number is not None and number < 1:
-            raise MeshError(f"{name}={number}; it must be 1 or more")
+            raise MeshError(f"{name}={number}, wanted 1 or more")
     return read

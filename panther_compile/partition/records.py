@@ -48,9 +48,7 @@ class Mesh:
             raise MeshError(f"mesh has the axes {unknown}; there are 'dp', 'pp', 'cp' and 'tp'")
         for axis, size in mesh.items():
             if not is_integer(size) or size < 1:
-                raise MeshError(
-                    f"mesh[{axis!r}] is {size!r}; it must be a whole number of devices, 1 or more"
-                )
+                raise MeshError(f"mesh[{axis!r}] is {size!r}, wanted a whole number of devices, 1 or more")
         found = cls(**{axis: int(size) for axis, size in mesh.items()})
         if devices is not None and found.devices != devices:
             raise MeshError(f"mesh {found} is of {found.devices} devices, and devices={devices}")

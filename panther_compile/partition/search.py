@@ -6,7 +6,8 @@ from itertools import groupby
 from math import inf
 
 from panther_compile.errors import MeshError, StageCountError, StageMemoryError
-from panther_compile.partition.assemble import DevicePlan, assemble, is_parameter, stages_of
+from panther_compile.names import is_parameter
+from panther_compile.partition.assemble import DevicePlan, assemble, stages_of
 from panther_compile.partition.graph.budget import is_budget
 from panther_compile.partition.graph.flow import FlowGraph
 from panther_compile.partition.graphs import Graphs
@@ -366,7 +367,7 @@ def _cut(way: _Way, whole: FlowGraph, plan: DevicePlan, prices: Prices) -> Parti
 
 def _that_use_parameters(way: _Way, flow: FlowGraph, cuts: StageCuts) -> frozenset[str]:
     """The vertices that use a parameter, if a device would have none to make an optimizer of; else none."""
-    held = [one for one in flow.holdings if is_parameter(way.graphs.captured, one.name)]
+    held = [one for one in flow.holdings if is_parameter(way.graphs.captured.graph_module, one.name)]
     users = frozenset(vertex for one in held for vertex in one.vertices)
     stage_of, _ = stages_of(flow, cuts)
     return users if len({stage_of[vertex] % way.mesh.pp for vertex in users}) < way.mesh.pp else frozenset()

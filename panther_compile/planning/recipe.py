@@ -45,7 +45,7 @@ def check_recipe(plan: object, ratio: object, max_drop: object, config: SketchCo
         if there:
             raise ConfigError(f"{option}= conflicts with plan=, which says what is sketched at which rank")
     if not plan.sketched:
-        raise ConfigError("the plan sketches no weight")
+        raise ConfigError(f"the plan sketches no weight of its {len(plan.layers)}, wanted one at least")
     counts = Counter(line.name for line in plan.layers)
     for line in plan.sketched:
         if counts[line.name] > 1:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from panther_compile.config import SketchConfig
-from panther_compile.errors import ConfigTypeError, WrappedModelError
+from panther_compile.config import SketchConfig, check_is_module
+from panther_compile.errors import WrappedModelError
 from panther_compile.factorization.values import check_values
 from panther_compile.kinds.base import Kind
 from panther_compile.kinds.match import is_adapter
@@ -165,15 +165,14 @@ def _is_linear(site: Site, owner: Kind) -> bool:
     return not isinstance(view, str) and view.is_linear
 
 
-def check_module(model: object) -> None:
+def check_module(model: nn.Module) -> None:
     """Check that this is a plain, unwrapped module.
 
     Raises:
         ConfigTypeError: it is no module.
         WrappedModelError: it, or a part of it, is wrapped in DDP, FSDP or torch.compile.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigTypeError(f"model is a {type(model).__name__}, wanted an nn.Module")
+    check_is_module("model", model)
     advice = {
         "DistributedDataParallel": "sketch model.module first, then wrap the result",
         "DataParallel": "sketch model.module first, then wrap the result",

@@ -2,17 +2,20 @@
 
 from collections.abc import Mapping
 
-PLAN_COLUMNS = (
-    ("layer", "left"),
-    ("kind", "left"),
-    ("shape", "left"),
-    ("scheme", "left"),
-    ("rank", "right"),
-    ("dense", "right"),
-    ("stored", "right"),
-    ("ratio", "right"),
-    ("weight error", "right"),
-    ("why", "left"),
+from panther_compile.reporting.layer_table import Column
+from panther_compile.reporting.tables import number, share
+
+PLAN_COLUMNS: tuple[Column, ...] = (
+    ("layer", "left", lambda line: line.name or "(model)"),
+    ("kind", "left", lambda line: line.kind),
+    ("shape", "left", lambda line: "x".join(map(str, line.shape))),
+    ("scheme", "left", lambda line: line.choice.scheme if line.choice else "dense"),
+    ("rank", "right", lambda line: "x".join(map(str, line.choice.ranks)) if line.choice else ""),
+    ("dense", "right", lambda line: f"{line.dense_numbers:,}"),
+    ("stored", "right", lambda line: f"{line.stored_numbers:,}"),
+    ("ratio", "right", lambda line: share(line.stored_numbers, line.dense_numbers)),
+    ("weight error", "right", lambda line: number(line.choice.error if line.choice else None)),
+    ("why", "left", lambda line: "; ".join(filter(None, (line.shared_text, line.reason)))),
 )
 
 

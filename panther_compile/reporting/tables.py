@@ -74,7 +74,6 @@ def render_html(
     *,
     above: Sequence[str] = (),
     bars: Sequence[float | None] = (),
-    bar_column: str = "",
 ) -> str:
     """A table as HTML, for notebooks.
 
@@ -84,15 +83,14 @@ def render_html(
         rows: the cells.
         footer: lines below the table.
         above: lines between title and table.
-        bars: a share in [0, 1] for each row, drawn behind its cell of one column; None draws none.
-        bar_column: the heading of that column.
+        bars: a share in [0, 1] for each row, drawn behind its cell in the column "ratio"; None draws none.
     """
     drawn = dict(enumerate(bars))
     body = []
     for number, row in enumerate(rows):
         cells = []
         for (heading, side), cell in zip(columns, row, strict=True):
-            part = drawn.get(number) if heading == bar_column else None
+            part = drawn.get(number) if heading == "ratio" else None
             filled = (
                 "" if part is None else f";background:linear-gradient(90deg,#9cf {min(part, 1):.1%},#eee 0)"
             )
@@ -127,6 +125,11 @@ def counted(number: int, what: str) -> str:
 def share(part: float, whole: float) -> str:
     """A ratio with three digits, or a dash where there is nothing to compare with."""
     return f"{part / whole:.3f}" if whole else "-"
+
+
+def number(value: float | None, digits: str = ".3f") -> str:
+    """A number with three digits, or as `digits` says; empty where there is none."""
+    return "" if value is None else f"{value:{digits}}"
 
 
 def stored_share(rows: Sequence[Any]) -> float | None:

@@ -51,6 +51,32 @@ def test_what_the_sketch_holds_already_is_projected_onto_itself(include):
     torch.testing.assert_close(again(IDS), small(IDS), rtol=1e-4, atol=1e-5)
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 48, 2, bidirectional=True, batch_first=True), nn.Linear(96, 7)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+def test_a_layer_that_is_the_model_is_followed():
+    small = pc.sketchify(nn.Linear(64, 48), 0.5, **OPTIONS)
+    again = copy.deepcopy(small)
+    again.load_state_dict(pc.project_state_dict(small, pc.densify(small).state_dict()))
+    torch.testing.assert_close(again.weight, small.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_each_weight_of_a_recurrent_layer_is_followed():
+    small = pc.sketchify(Recurrent().eval(), 0.5, include="*", **OPTIONS)
+    again, dense, x = copy.deepcopy(small), pc.densify(small), torch.randn(2, 5, 32)
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            parameter *= 1.5  # which factors of half the rank can do
+    again.load_state_dict(pc.project_state_dict(small, dense.state_dict()))
+    torch.testing.assert_close(again(x), dense(x), rtol=1e-4, atol=1e-5)
+
+
 class Counted(Model):
     """A model with a state that is no tensor."""
 

@@ -71,7 +71,7 @@ def test_what_it_cannot_take_is_refused_by_name(ranks, tmp_path):
 def test_a_mesh_that_is_none():
     with pytest.raises(ConfigTypeError, match="mesh=2 is a int, wanted Mapping"):
         pc.PantherStrategy(2, model="net")
-    with pytest.raises(MeshError, match=r"mesh\['pp'\] is 0; it must be a whole number of devices"):
+    with pytest.raises(MeshError, match=r"mesh\['pp'\] is 0, wanted a whole number of devices"):
         pc.PantherStrategy({"pp": 0})
 
 

@@ -235,6 +235,18 @@ def test_dense_weights_are_refused():
         small.load_state_dict(model.state_dict())
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_a_dense_state_is_followed(name):
+    """By all factors and biases; what a class turns about is turned back."""
+    small = pc.sketchify(build(name), 0.5, **OPTIONS)
+    again, dense = copy.deepcopy(small), pc.densify(small)
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            parameter *= 1.1
+    again.load_state_dict(pc.project_state_dict(small, dense.state_dict()))
+    torch.testing.assert_close(again(IDS).logits, dense(IDS).logits, rtol=1e-3, atol=1e-4)
+
+
 def test_of_another_size(tmp_path):
     pc.save_sketched(pc.sketchify(build("mixtral"), 0.5, **OPTIONS), tmp_path)
     config = MixtralConfig(**SIZES | {"intermediate_size": 24}, num_local_experts=8)

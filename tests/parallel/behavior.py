@@ -71,7 +71,7 @@ def refusals(rank):
     pipeline, replicas = (partition(model, inputs, mesh) for mesh in ({"pp": 2}, {"dp": 2}))
     for plan, options, error, text in (
         (replicas, {}, ConfigError, "with dp=2, data_parallel must be"),
-        (replicas, {"data_parallel": "horovod"}, ConfigError, "'horovod' is none of"),
+        (replicas, {"data_parallel": "horovod"}, ConfigError, "'horovod', wanted one of None, 'ddp', 'fsdp'"),
         (
             replicas,
             {"data_parallel": "fsdp", "shard_size": 3},
@@ -84,7 +84,7 @@ def refusals(rank):
             ConfigError,
             "is an option of data_parallel='fsdp', and it is 'ddp'",
         ),
-        (pipeline, {"schedule": "chimera"}, ConfigError, "'chimera' is none of"),
+        (pipeline, {"schedule": "chimera"}, ConfigError, "'chimera', wanted one of"),
         (
             pipeline,
             {"schedule": "zbv"},

@@ -242,7 +242,7 @@ def policies(rank, *, mesh, name="deep"):
     unused = again(mesh)
     with pytest.raises(ConfigError, match=r"mp_policy is an option of data_parallel='fsdp', and it is 'ddp'"):
         parallelize_model(*unused, data_parallel="ddp", mp_policy=mixed)
-    with pytest.raises(ConfigError, match=r"mp_policy is a str; it must be torch's MixedPrecisionPolicy"):
+    with pytest.raises(ConfigError, match=r"mp_policy is a str, wanted torch's MixedPrecisionPolicy"):
         parallelize_model(*unused, data_parallel="fsdp", mp_policy="bf16")
 
 

@@ -32,7 +32,7 @@ def test_search(start, limit):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"start": 0}, "start=0; it must be a whole number"),
+        ({"start": 0}, "start=0, wanted a whole number"),
         ({"multiple_of": 2.5}, r"multiple_of=2\.5"),
         ({"maximum": 4, "multiple_of": 8}, "maximum=4 is below multiple_of=8"),
     ],

@@ -229,7 +229,7 @@ def flip(path):
         (".metadata", flip, ".metadata has another checksum"),
         ("__0_0.distcp", Path.unlink, "cannot be read: No such file"),
         ("manifest.json", Path.unlink, "has no manifest"),
-        ("manifest.json", truncate, "has no manifest"),
+        ("manifest.json", truncate, "is not JSON, it was cut short"),
     ],
 )
 def test_damage_is_found_and_the_checkpoint_before_is_taken(saved, tmp_path, file, damage, text):
@@ -263,7 +263,7 @@ def test_manifests_are_checked(saved, tmp_path):
     with pytest.raises(CheckpointCorruptError, match="was changed"):
         read_state_dict(path.parent)
     path.write_text(json.dumps(document | {"version": 2}))
-    with pytest.raises(CheckpointVersionError, match="format 2, newer than 1"):
+    with pytest.raises(CheckpointVersionError, match=r"format version 2, .* reads up to 1"):
         read_state_dict(folder)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         read_state_dict(tmp_path)

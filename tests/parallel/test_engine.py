@@ -150,14 +150,14 @@ def test_ranks_of_a_tp_group_drop_out_alike(two, inner):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"loss_fn": nn.MSELoss}, "loss_fn=.*MSELoss.*; it must be a function"),
-        ({"count_tokens": 3}, "count_tokens=3; it must be a function"),
+        ({"loss_fn": nn.MSELoss}, "loss_fn=.*MSELoss.*, wanted a function"),
+        ({"count_tokens": 3}, "count_tokens=3, wanted a function"),
         ({"broadcast": None}, "broadcast=None is a NoneType, wanted bool"),
         ({"sync_batchnorm": "no"}, "sync_batchnorm='no' is a str, wanted bool"),
         ({"data_parallel": "fsdp", "reshard_after_forward": "no"}, "reshard_after_forward='no' is a str"),
         ({"data_parallel": "fsdp", "shard_size": "2"}, "shard_size='2' is a str, wanted an integer"),
-        ({"data_parallel": "fsdp", "units": "0"}, "units='0'; it must be a list"),
-        ({"data_parallel": "fsdp", "units": 3}, "units=3; it must be a list"),
+        ({"data_parallel": "fsdp", "units": "0"}, "units='0', wanted a list"),
+        ({"data_parallel": "fsdp", "units": 3}, "units=3, wanted a list"),
     ],
 )
 def test_options_of_another_type_are_refused(one_rank, options, text):
@@ -182,7 +182,7 @@ def test_clipping_reads_numbers_as_torch_does(one_rank):
     norm = torch.nn.utils.clip_grad_norm_(engine.parameters(), 1e9, "inf")
     torch.testing.assert_close(engine.clip_grad_norm_(1e9, "inf"), norm)
     for wrong in (-1.0, float("nan")):
-        with pytest.raises(ConfigError, match=f"max_norm={wrong}; it must be"):
+        with pytest.raises(ConfigError, match=f"max_norm={wrong}, wanted"):
             engine.clip_grad_norm_(wrong)
 
 
@@ -281,9 +281,9 @@ def test_checkpoints_are_of_an_engine_and_an_optimizer(one_rank, tmp_path):
     optimizer = torch.optim.SGD(engine.parameters())
     checkpoints = TrainingCheckpoints(tmp_path / "run")
     for call in (checkpoints.load, partial(checkpoints.save, step=1)):
-        with pytest.raises(ConfigTypeError, match="engine is a Linear; it must be a ParallelEngine"):
+        with pytest.raises(ConfigTypeError, match="engine is a Linear, wanted a ParallelEngine"):
             call(one_rank[0], optimizer)
-        with pytest.raises(ConfigTypeError, match="optimizer is a NoneType; it must be an Optimizer"):
+        with pytest.raises(ConfigTypeError, match="optimizer is a NoneType, wanted an Optimizer"):
             call(engine, None)
 
 

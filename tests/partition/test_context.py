@@ -204,7 +204,7 @@ def test_devices_divide_sequences_where_asked():
     assert auto.mesh == Mesh(cp=2)
     with pytest.raises(MeshError, match=r"no mesh of 12 devices .*\n.*are not divisible by 6"):
         pc.partition_model(model, inputs, context_parallel=3, **options | {"devices": 12, "global_batch": 12})
-    for wanted, said in ((0, "must be a whole number"), ("all", "or 'auto'")):
+    for wanted, said in ((0, "wanted a whole number"), ("all", "or 'auto'")):
         with pytest.raises(MeshError, match=said):
             pc.partition_model(model, inputs, context_parallel=wanted, **options)
     with pytest.raises(MeshError, match="is for devices=; with mesh= give it as 'cp'"):

@@ -108,5 +108,5 @@ def test_a_compiled_model_is_predicted_to_be_faster_and_smaller():
         )
         assert compiled.step_seconds < eager.step_seconds
         assert compiled.device_memory_bytes < eager.device_memory_bytes
-    with pytest.raises(ConfigError, match=r"compiled=True fuses"):
+    with pytest.raises(ConfigError, match=r"compiled=True asks for others"):
         partition_model(model, x, mesh={}, compiled=True, profile=True)

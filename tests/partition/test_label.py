@@ -131,7 +131,7 @@ def test_axes_that_do_not_divide_say_so():
         partition_model(
             model, torch.randn(3, 5, 16), mesh={"tp": 2}, hardware=device(1e9), sequence_parallel=True
         )
-    with pytest.raises(ConfigError, match="sequence_parallel='yes' is none of 'auto', True, False"):
+    with pytest.raises(ConfigError, match="sequence_parallel='yes', wanted one of 'auto', True, False"):
         partition_model(model, torch.randn(4, 16), mesh={"tp": 2}, sequence_parallel="yes")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from panther_compile import partition_model
+from panther_compile.errors import ConfigError, ConfigTypeError
 from panther_compile.partition import Hardware, Link, measure_hardware
 from panther_compile.partition.graph import rates
 from panther_compile.partition.graph.capture import capture
@@ -158,3 +159,17 @@ def test_a_device_is_measured(monkeypatch):
     assert sum(rate.launch_seconds for rate in here.rates) > 0
     part = partition_model(Small(), torch.randn(2, 4, 16), mesh={"pp": 2}, hardware=here)
     assert part.step_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"device": "abacus"}, ConfigError, "device='abacus' cannot be used here"),
+        ({"device": "meta"}, ConfigError, "device='meta' holds no numbers"),
+        ({"dtype": "float32"}, ConfigTypeError, "dtype='float32' is a str, wanted dtype"),
+        ({"dtype": torch.int8}, ConfigError, "dtype=torch.int8, wanted a floating one"),
+    ],
+)
+def test_what_nothing_can_be_measured_on_is_refused(options, error, text):
+    with pytest.raises(error, match=text):
+        measure_hardware(**options)

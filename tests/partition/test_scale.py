@@ -99,7 +99,7 @@ def test_global_batches_are_checked():
     part = partition_model(model, {"x": x}, mesh={"dp": 2, "pp": 2}, hardware="cpu", global_batch=24)
     assert part.microbatches == 3
     refused = {20: (MeshError, "is not divisible by dp=2 x 4 samples of a microbatch")}
-    refused |= dict.fromkeys((0, -8), (MeshError, "it must be 1 or more"))
+    refused |= dict.fromkeys((0, -8), (MeshError, "wanted 1 or more"))
     refused |= dict.fromkeys(("8", 8.0), (ConfigTypeError, "wanted an integer"))
     for batch, (error, text) in refused.items():
         with pytest.raises(error, match=text):
@@ -311,7 +311,7 @@ def test_sizes_of_microbatches_are_checked():
     options = {"devices": 2, "hardware": cluster()}
     with pytest.raises(MeshError, match=r"microbatch_sizes=\(2,\) are compared at one global_batch="):
         partition_model(model, x, microbatch_sizes=(2,), **options)
-    with pytest.raises(MeshError, match=r"microbatch_sizes=\(0,\); it must be whole numbers"):
+    with pytest.raises(MeshError, match=r"microbatch_sizes=\(0,\), wanted whole numbers"):
         partition_model(model, x, microbatch_sizes=(0,), global_batch=8, **options)
     with pytest.raises(MeshError, match="no mesh of 2 devices"):
         partition_model(model, x, microbatch_sizes=(3, 5), global_batch=8, **options)

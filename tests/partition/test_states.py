@@ -169,7 +169,7 @@ def test_rings_within_and_between_groups():
 
 
 def test_wrong_options_are_named():
-    with pytest.raises(ConfigError, match="data_parallel='zero4' is none of 'auto', 'ddp'"):
+    with pytest.raises(ConfigError, match="data_parallel='zero4', wanted one of 'auto', 'ddp'"):
         cut(data_parallel="zero4")
     with pytest.raises(MeshError, match="shard_size=3 does not divide dp=4"):
         cut(data_parallel="zero2", shard_size=3)

@@ -18,10 +18,10 @@ elements are a multiple of that: as (batch x positions, features), or what exper
 from collections.abc import Mapping
 from dataclasses import replace
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from panther_compile.errors import MeshError
-from panther_compile.names import attribute
+from panther_compile.names import is_parameter
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.observe import ATTENTION, Observed, Operation, tensor_size
 
@@ -115,7 +115,7 @@ def _find_divided(captured: Captured, notes: Mapping[fx.Node, Observed], length:
     divided, weights = set[fx.Node](), set[fx.Node]()
     for node in captured.graph_module.graph.nodes:
         if node.op == "get_attr":
-            if isinstance(attribute(captured.graph_module, str(node.target)), nn.Parameter):
+            if is_parameter(captured.graph_module, str(node.target)):
                 weights.add(node)
             continue
         inputs, value = node.all_input_nodes, notes[node].value

@@ -18,16 +18,19 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
+from panther_compile.config import check_type
+from panther_compile.errors import ConfigError, check_choice
 from panther_compile.factorization import cost
 from panther_compile.names import attribute
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.flow import SINK, SOURCE, FlowGraph, Holding, Result, Value, Work
 from panther_compile.partition.graph.hardware import ALONE, Context, Hardware, Rate
-from panther_compile.partition.graph.measure import Measured
+from panther_compile.partition.graph.measure import Measured, needs_gradient
 from panther_compile.partition.graph.observe import Observed, Operation, tensor_size
 
 # Bytes of state that an optimizer keeps for each trained number, in float32.
 OPTIMIZER_BYTES = {"adam": 8, "momentum": 4, "sgd": 0}
+EIGHT_BITS = (None, "fp8")
 _MASTER_BYTES = 4
 
 
@@ -47,6 +50,9 @@ class Costs:
         context: devices that divide a sequence (`context.py`).
         products: "fp8" for products in eight bits (`fp8.py`); None for the model's dtype.
         keeps: likewise of what they read, for the backward.
+
+    Raises:
+        ConfigError, ConfigTypeError: an option of `partition_model` is none of what is wanted.
     """
 
     hardware: Hardware
@@ -59,6 +65,17 @@ class Costs:
     context: Context = ALONE
     products: str | None = None
     keeps: str | None = None
+
+    def __post_init__(self) -> None:
+        for option in ("training", "master_weights", "compiled"):
+            check_type(option, getattr(self, option), bool)
+        check_choice("optimizer", self.optimizer, tuple(OPTIMIZER_BYTES))
+        for option in ("products", "keeps"):
+            check_choice(option, getattr(self, option), EIGHT_BITS)
+        if self.keeps is not None and self.products is None:
+            raise ConfigError(
+                f"keeps={self.keeps!r} is of products in eight bits; give products='fp8' with it"
+            )
 
 
 def build_flow_graph(
@@ -137,7 +154,7 @@ def find_constants(captured: Captured, notes: Mapping[fx.Node, Observed]) -> dic
         if random or notes[node].writes or notes[node].touches & written:
             continue
         if all(
-            other in constants or (other.op == "get_attr" and not _requires_grad(notes[other].value))
+            other in constants or (other.op == "get_attr" and not needs_gradient(notes[other].value))
             for other in node.all_input_nodes
         ):
             constants[node] = None
@@ -410,7 +427,3 @@ def _holdings(
         size, trained = held_bytes(tensor, costs)
         vertices = tuple(dict.fromkeys(vertex_of[node] for node in nodes))
         yield Holding(name, size, trained, gradient_size(tensor, costs) * (trained > 0), vertices)
-
-
-def _requires_grad(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

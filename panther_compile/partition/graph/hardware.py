@@ -119,10 +119,10 @@ class Hardware:
     def __post_init__(self) -> None:
         for field in ("flops_per_second", "memory_bytes_per_second", "memory_bytes", "devices_per_node"):
             if getattr(self, field) <= 0:
-                raise ConfigError(f"Hardware.{field} is {getattr(self, field)}; it must be positive")
+                raise ConfigError(f"Hardware.{field} is {getattr(self, field)}, wanted a positive number")
         for field in ("fp8_flops_per_second", "attention_flops_per_second"):
             if getattr(self, field) is not None and getattr(self, field) <= 0:
-                raise ConfigError(f"Hardware.{field} is {getattr(self, field)}; it must be positive")
+                raise ConfigError(f"Hardware.{field} is {getattr(self, field)}, wanted a positive number")
         for link in (self.intra_node, self.inter_node):
             if link.bytes_per_second <= 0 or link.latency_seconds < 0:
                 raise ConfigError(f"Hardware: {link} needs a positive rate and a latency of zero or more")

@@ -85,7 +85,7 @@ class NodeByNode(fx.Interpreter):
         run = getattr(self, n.op)
         if not n.op.startswith("call"):
             return run(n.target, args, kwargs)
-        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _needs_gradient(leaf)]
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if needs_gradient(leaf)]
         is_written = bool(leaves) and _writes(n)  # a leaf may not be written: let it be a copy
         fresh = [_copy_leaves((args, kwargs)) if is_written else (args, kwargs)]
         if n.op == "call_module":
@@ -98,7 +98,7 @@ class NodeByNode(fx.Interpreter):
             results.append(run(n.target, *own))
 
         self.forward_of(n, forward)
-        made = [one for one in pytree.tree_leaves(results[-1]) if _needs_gradient(one) and one.grad_fn]
+        made = [one for one in pytree.tree_leaves(results[-1]) if needs_gradient(one) and one.grad_fn]
         if made and torch.is_grad_enabled():
             ones = [torch.ones_like(one) for one in made]
             # The graph is kept as a stopwatch may run this again.
@@ -138,7 +138,7 @@ def run_whole(
     """
     results: list[Sequence[Tensor]] = []
     forward = seconds_of(lambda: results.append(module(*inputs)), device)
-    made = [one for one in results[0] if _needs_gradient(one) and one.grad_fn]
+    made = [one for one in results[0] if needs_gradient(one) and one.grad_fn]
     if not made:
         return forward, 0.0, results[0]
     leaves = [one for one in (*inputs, *module.parameters()) if one.requires_grad]
@@ -176,7 +176,8 @@ def buffers_kept(module: torch.nn.Module) -> Iterator[None]:
                 buffer.copy_(kept)
 
 
-def _needs_gradient(value: object) -> bool:
+def needs_gradient(value: object) -> bool:
+    """Whether it is a tensor that a gradient is wanted of."""
     return isinstance(value, Tensor) and value.requires_grad
 
 
@@ -187,7 +188,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _copy_leaves(tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.clone() if _needs_gradient(leaf) else leaf, tree)
+    return pytree.tree_map(lambda leaf: leaf.clone() if needs_gradient(leaf) else leaf, tree)
 
 
 def _own(value: Tensor) -> Tensor:

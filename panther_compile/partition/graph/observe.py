@@ -5,10 +5,10 @@ do; for real where a module kept whole looks at values. Every operation below a 
 dispatched.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,8 @@ from panther_compile.partition.graph.narrowing import (
     written_storages,
 )
 from panther_compile.partition.graph.reached import mark_unreached
+
+T = TypeVar("T")
 
 _SHAPE_READS = {
     "shape",
@@ -122,41 +124,41 @@ class Observed:
 
 def observe(captured: Captured) -> dict[fx.Node, Observed]:
     """Run the graph once and take notes."""
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake:
-        inputs = [fake.from_tensor(value) for value in captured.example]
+
+    def run(fake: FakeTensorMode | None) -> dict[fx.Node, Observed]:
+        observer = _Observer(captured.graph_module, fake)
+        keep = saved_tensors_hooks(observer.keep, lambda tensor: tensor)
+        around = fake or nullcontext()
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), around, keep, _Operations(observer):
+            observer.run(*_inputs(captured, fake))
+        mark_unreached(captured, {node: note.value for node, note in observer.notes.items()})
+        return observer.notes
+
+    return _run_on_fakes(captured, run, "the graph")
+
+
+def _inputs(captured: Captured, fake: FakeTensorMode | None) -> list[Tensor]:
+    return [value if fake is None else fake.from_tensor(value) for value in captured.example]
+
+
+def _run_on_fakes(captured: Captured, run: Callable[[FakeTensorMode | None], T], what: str) -> T:
+    """What a run on fake tensors gives, or one on the example where modules kept whole ask for values."""
     try:
         with quiet():
-            return _run(captured, inputs, fake)
+            return run(FakeTensorMode(allow_non_fake_inputs=True))
     # Modules kept whole run the user's code, which may raise anything where values are asked for.
     except Exception as error:
         if any(value.device.type == "meta" for value in captured.example):
-            raise CaptureError(f"the graph does not run on the meta device: {first_line(error)}") from error
-        with buffers_kept(captured.graph_module):
-            return _run_example(captured)
-
-
-def _run_example(captured: Captured) -> dict[fx.Node, Observed]:
+            raise CaptureError(f"{what} does not run on the meta device: {first_line(error)}") from error
     try:
-        return _run(captured, captured.example, None)
+        with buffers_kept(captured.graph_module):
+            return run(None)
     # The model's code runs here, on what the user gave it, and may raise anything.
     except Exception as error:
         raise CaptureError(
-            f"the graph, read by {captured.route}, does not run on example_inputs: "
+            f"{what}, read by {captured.route}, does not run on example_inputs: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-
-
-def _run(
-    captured: Captured, inputs: Sequence[Tensor], fake: FakeTensorMode | None
-) -> dict[fx.Node, Observed]:
-    observer = _Observer(captured.graph_module, fake)
-    keep = saved_tensors_hooks(observer.keep, lambda tensor: tensor)
-    around = fake or nullcontext()
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), around, keep, _Operations(observer):
-        observer.run(*inputs)
-    mark_unreached(captured, {node: note.value for node, note in observer.notes.items()})
-    return observer.notes
 
 
 class _Observer(fx.Interpreter):
@@ -326,26 +328,16 @@ def observe_backward(captured: Captured, notes: Mapping[fx.Node, Observed]) -> N
         captured: the model; its buffers stay as they are.
         notes: of `observe`; added to.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    try:
-        _run_backward(captured, notes, fake)
-    # As in `observe`: of the user's code in modules kept whole.
-    except Exception as error:
-        if any(value.device.type == "meta" for value in captured.example):
-            raise CaptureError(
-                f"the backward does not run on the meta device: {first_line(error)}"
-            ) from error
-        with buffers_kept(captured.graph_module):
-            _run_backward(captured, notes, None)
 
+    def run(fake: FakeTensorMode | None) -> None:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]), fake or nullcontext():
+            inputs = [
+                given.detach().requires_grad_(value.requires_grad)
+                for given, value in zip(_inputs(captured, fake), captured.example, strict=True)
+            ]
+            _BackwardObserver(captured.graph_module, notes).run(*inputs)
 
-def _run_backward(captured: Captured, notes: Mapping[fx.Node, Observed], fake: FakeTensorMode | None) -> None:
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]), fake or nullcontext():
-        inputs = [
-            (fake.from_tensor(value) if fake else value).detach().requires_grad_(value.requires_grad)
-            for value in captured.example
-        ]
-        _BackwardObserver(captured.graph_module, notes).run(*inputs)
+    _run_on_fakes(captured, run, "the backward")
 
 
 def fold_shapes(captured: Captured, notes: Mapping[fx.Node, Observed]) -> None:

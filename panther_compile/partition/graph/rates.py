@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
+from panther_compile.config import check_device, check_type
+from panther_compile.errors import ConfigError
 from panther_compile.partition.graph.capture import capture
 from panther_compile.partition.graph.hardware import Hardware, Rate, find_hardware
 from panther_compile.partition.graph.measure import run_whole
@@ -132,7 +134,15 @@ def measure_hardware(
         like: a preset or your own: its links, memory and devices in a node.
         device: to measure on; nothing else should run there.
         dtype: that models compute in.
+
+    Raises:
+        ConfigError, ConfigTypeError: there is no such preset; or nothing can be computed on the device; or
+            the dtype is no floating one.
     """
+    check_device(device)
+    check_type("dtype", dtype, torch.dtype)
+    if not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}, wanted a floating one")
     base, device = find_hardware(like), torch.device(device)
     counted: dict[str, list[Sequence[Operation]]] = {"forward": [], "backward": []}
     taken: dict[str, list[float]] = {"forward": [], "backward": []}

@@ -18,9 +18,9 @@ The columns of a device are uneven, so C is held whole and its gradient is summe
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import fx
 
-from panther_compile.names import attribute
+from panther_compile.names import is_parameter
 from panther_compile.partition.shards.placements import Placement, Replicate, Shard
 from panther_compile.partition.shards.rules import argument, aten, has_shape, shape, slice_bounds
 
@@ -128,7 +128,7 @@ def _parameter(graph_module: fx.GraphModule, node: object, dims: int) -> bool:
     """Whether a node reads a parameter of so many axes."""
     if not isinstance(node, fx.Node) or node.op != "get_attr" or not has_shape(node):
         return False
-    return len(shape(node)) == dims and isinstance(attribute(graph_module, str(node.target)), nn.Parameter)
+    return len(shape(node)) == dims and is_parameter(graph_module, str(node.target))
 
 
 def _linear(graph_module: fx.GraphModule, node: fx.Node) -> ShardableLayer | None:

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch import fx, nn
+from torch import fx
 
-from panther_compile.names import attribute
+from panther_compile.names import is_parameter
 from panther_compile.partition.graph.capture import Captured
 from panther_compile.partition.graph.flow import Work
 from panther_compile.partition.graph.flow_graph import (
@@ -143,9 +143,7 @@ class Problem:
 
     def is_parameter(self, node: fx.Node) -> bool:
         """Whether a node reads a parameter."""
-        return node.op == "get_attr" and isinstance(
-            attribute(self.graph_module, str(node.target)), nn.Parameter
-        )
+        return node.op == "get_attr" and is_parameter(self.graph_module, str(node.target))
 
     def is_trained(self, node: fx.Node) -> bool:
         """Whether a gradient of a node's result is computed."""

@@ -12,7 +12,7 @@ The tensors are the model's own: training the stages trains the model. (`torch.f
 leaves every parameter in the parent and passes it as an argument.)
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,20 +120,10 @@ def _stage_module(
     output = next(node for node in reversed(source.graph.nodes) if node.op == "output")
     ends = list(output.all_input_nodes) if returned is None else list(returned)
     needed = _with_constants([*own, *ends], own, constants)
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(node.name) for node in received}
-    tensors: dict[str, Any] = {}
-    for node in source.graph.nodes:
-        if node in copies or node not in needed:
-            continue
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        if node.target in _VIEWS:  # recorded for strides, which differ in a stage and in a shard
-            copies[node].target = aten.reshape.default
-        if node.op in ("get_attr", "call_module"):
-            name = str(node.target)
-            tensors[name] = (
-                source.get_submodule(name) if node.op == "call_module" else attribute(source, name)
-            )
+    graph, copies, tensors = copied_part(source, received, needed)
+    for copy in copies.values():
+        if copy.target in _VIEWS:  # recorded for strides, which differ in a stage and in a shard
+            copy.target = aten.reshape.default
     if returned is None:
         graph.output(tuple(copies[node] for node in output.args[0]))
     else:
@@ -146,6 +136,30 @@ def _stage_module(
     module = fx.GraphModule(tensors, graph, class_name=f"Stage{stage}")
     module.training = source.training
     return module
+
+
+def copied_part(
+    source: fx.GraphModule, given: Iterable[fx.Node], needed: Collection[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node], dict[str, Any]]:
+    """A part of a graph as one of its own, which has no output yet.
+
+    Args:
+        source: the whole one.
+        given: nodes whose results are the part's inputs.
+        needed: the other nodes of the part, those that it reads included.
+
+    Returns:
+        The graph, the copy of each node, and what the graph reads and calls by name.
+    """
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in given}
+    held: dict[str, Any] = {}
+    for node in source.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op in ("get_attr", "call_module"):
+                held[str(node.target)] = attribute(source, str(node.target))
+    return graph, copies, held
 
 
 def _with_constants(
