@@ -8,7 +8,7 @@ from torch import nn
 
 import panther_compile as pc
 from panther_compile import sketching
-from panther_compile.calibration.closeness import OutputSums, compare_models, compare_outputs
+from panther_compile.calibration.closeness import OutputSums, compare_models, compare_outputs, paired
 from panther_compile.errors import SketchQualityWarning
 from panther_compile.healing.report import HealReport
 from panther_compile.models.batches import Call
@@ -113,8 +113,26 @@ def test_share_does_not_depend_on_the_size_of_what_is_answered(size):
 
 def compare_pairs(wanted, found):
     sums = OutputSums()
-    sums.see([(False, wanted, found)])
+    sums.see([paired("", wanted, found, is_logits=False)])
     return sums.closeness("noise")
+
+
+@pytest.mark.parametrize(("name", "grade"), [("pred_boxes", "destroyed"), ("last_hidden_state", "good")])
+def test_boxes_count_beside_logits(name, grade):
+    """A detector whose classes are right and whose boxes are not finds nothing."""
+
+    class Detector(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.classes, self.other = nn.Linear(64, 10), nn.Linear(64, 10)
+
+        def forward(self, x):
+            return {"logits": self.classes(x), name: self.other(x).sigmoid()}
+
+    model = Detector()
+    new = replaced(model, "other", lambda layer: layer.weight.zero_())
+    calls = [Call((x,), {}) for x in batches()]
+    assert compare_outputs(model, new, calls, logits=None, inputs="noise").grade == grade
 
 
 def test_a_small_divergence_that_destroys_says_of_how_little():

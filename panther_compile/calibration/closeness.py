@@ -10,7 +10,7 @@ Tensors that are the same for all rows, but for rounding, are put over their siz
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from panther_compile.config import Logits
 from panther_compile.factorization.moments import thinned
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
 from panther_compile.models.batches import Call, kept_positions
-from panther_compile.models.outputs import all_named_tensors, are_logits, by_place, log_chances, shown
+from panther_compile.models.outputs import BOXES, all_named_tensors, are_logits, by_place, log_chances, shown
 from panther_compile.models.rows import kept_rows
 from panther_compile.models.watched import copy_sharing
 from panther_compile.records import Closeness
@@ -72,8 +72,20 @@ def compare_models(
     return results.closeness(inputs)
 
 
-Pair = tuple[bool, Tensor, Tensor]
-"""Whether they are logits, the dense model's tensor, and the sketched model's."""
+class Pair(NamedTuple):
+    """A tensor of the results of both models.
+
+    Attributes:
+        is_logits: whether it holds logits.
+        wanted: the dense model's.
+        found: the sketched model's.
+        is_answer: whether it is looked at where there are logits, as they are, and boxes beside them.
+    """
+
+    is_logits: bool
+    wanted: Tensor
+    found: Tensor
+    is_answer: bool
 
 
 class OutputSums:
@@ -85,7 +97,7 @@ class OutputSums:
 
     def see(self, pairs: Sequence[Pair], kept: Tensor | None = None) -> None:
         """Add the tensors of one result; `kept` is False at positions (batch, length) of padding."""
-        for place, (is_logits, wanted, found) in enumerate(pairs):
+        for place, (is_logits, wanted, found, is_answer) in enumerate(pairs):
             if wanted.numel() == found.numel() == 0:
                 continue
             self._seen += 1
@@ -96,11 +108,13 @@ class OutputSums:
                 self._empty += 1
                 continue
             one = self._sums.setdefault((place, is_logits), _LogitSums() if is_logits else _FeatureSums())
+            one.is_answer = is_answer
             one.see(wanted, found, kept)
 
     def closeness(self, inputs: str) -> Closeness:
-        """The closeness of the tensor that lost most; of logits, where there are any."""
-        sums = [one for (_, is_logits), one in self._sums.items() if is_logits] or list(self._sums.values())
+        """The closeness of the tensor that lost most; of logits and boxes, where there are logits."""
+        has_logits = any(is_logits for _, is_logits in self._sums)
+        sums = [one for one in self._sums.values() if one.is_answer or not has_logits]
         if self._other:
             inputs = f"{inputs}, but for {self._other} of {self._seen} results, of another shape"
         if not sums and self._other:
@@ -112,10 +126,15 @@ class OutputSums:
         return max((one.closeness(inputs) for one in sums), key=lambda one: one.share)
 
 
+def paired(name: str, wanted: Tensor, found: Tensor, *, is_logits: bool) -> Pair:
+    """A tensor of both results, by the name that it has in them."""
+    return Pair(is_logits, wanted, found, is_logits or name in BOXES)
+
+
 def _pairs(wanted: Any, found: Any, logits: Logits) -> list[Pair]:
-    """(whether they are logits, the dense model's, the sketched model's) of each tensor of a result."""
+    """Each tensor of a result."""
     both = by_place(all_named_tensors(wanted), all_named_tensors(found))
-    return [(are_logits(name, logits), one, other) for name, one, other in both]
+    return [paired(name, one, other, is_logits=are_logits(name, logits)) for name, one, other in both]
 
 
 @dataclass
@@ -123,6 +142,7 @@ class _Sums:
     """Adds up what was seen of one tensor of the results."""
 
     rows: int = 0
+    is_answer: bool = False
 
     def see(self, wanted: Tensor, found: Tensor, kept: Tensor | None) -> None:
         """Add the rows of one call."""

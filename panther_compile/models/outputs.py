@@ -15,6 +15,7 @@ from panther_compile.errors import DataError
 from panther_compile.models.rows import kept_rows
 
 LOGITS = frozenset({"logits", "prediction_logits"})  # of one choice a row, by the names of transformers
+BOXES = frozenset({"pred_boxes"})  # that detectors give beside logits, by the names of transformers
 _LOSS = "loss"
 _AT_ONCE = 1 << 22  # numbers of a result that are compared together
 _SQUARED = 1e-12, 1e18  # sizes whose squares, and those of small changes, float32 holds

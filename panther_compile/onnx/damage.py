@@ -95,10 +95,10 @@ class Damages:
 
 def _distance(feed: Feed, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> float:
     pairs = output_pairs(wanted, found)
-    if any(one.shape != other.shape for _, one, other in pairs):
+    if any(one.wanted.shape != one.found.shape for one in pairs):
         return 1.0  # see `outputs.distance`
     sums = OutputSums()
-    sums.see(pairs, kept_in(feed))
+    sums.see([one for one in pairs if one.is_logits] or pairs, kept_in(feed))
     close = sums.closeness("")
     return close.distance if close.kind == "KL" else close.distance**2
 

@@ -16,7 +16,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair
+from panther_compile.calibration.closeness import MOST_CALLS, OutputSums, Pair, paired
 from panther_compile.errors import OnnxMismatchError, first_line
 from panther_compile.models.batches import Call, kept_by, kept_by_either
 from panther_compile.models.outputs import LOGITS, tensors_in
@@ -156,8 +156,8 @@ def _pair(name: str, wanted: Any, found: Any) -> Pair:
     chances = rows.shape[-1] > 1 and rows.numel() > 0 and bool((rows >= 0).all())
     if chances and bool(((rows.sum(-1) - 1).abs() < 1e-2).all()):
         least = torch.finfo(torch.float32).tiny
-        return True, target.clamp_min(least).log(), guess.clamp_min(least).log()
-    return name in LOGITS, target, guess
+        return paired(name, target.clamp_min(least).log(), guess.clamp_min(least).log(), is_logits=True)
+    return paired(name, target, guess, is_logits=name in LOGITS)
 
 
 def kept_in(feed: Mapping[str, Any]) -> Tensor | None:
