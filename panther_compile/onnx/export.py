@@ -31,6 +31,7 @@ from panther_compile.layers.base import outermost
 from panther_compile.models.batches import Call, Data, described, record_calls, spread_out
 from panther_compile.models.outputs import tensors_in
 from panther_compile.models.surroundings import eval_mode
+from panther_compile.models.wrapped import unwrapped
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import check_target, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
@@ -71,7 +72,7 @@ def export_onnx(
     attention and experts as plain operators. The model itself is left as it was.
 
     Args:
-        model: any module that `torch.export` can read.
+        model: any module that `torch.export` can read; of what torch.compile or DDP wraps, what is inside.
         args: example inputs by position, or the only one.
         path: the file to write.
         kwargs: example inputs by name.
@@ -112,6 +113,7 @@ def export_onnx(
     check_type("verify", verify, bool)
     opset = read_integer("opset", opset)
     _check_arguments(model, positional, opset)
+    model = unwrapped(model)
     example = _told_apart(_with_last_named(model, Call(positional, dict(kwargs or {}))))
     check_rounding(then)
     if data is not None and then == "none":
