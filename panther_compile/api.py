@@ -15,7 +15,7 @@ from panther_compile.layers.base import check_factors, outermost, sketched_layer
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_on_nested_tensors
 from panther_compile.models.batches import Data
-from panther_compile.models.substitute import replace_inside, share_hooks
+from panther_compile.models.substitute import replace_inside, share_hooks, warn_of_functions
 from panther_compile.models.surroundings import undisturbed
 from panther_compile.names import owner_of
 from panther_compile.planning.own_weights import lower_own_weights
@@ -173,6 +173,8 @@ def densify(model: Model, *, inplace: bool = False) -> Model:
     check_type("inplace", inplace, bool)
     _check_unadapted(model)
     check_factors(model, "densify the model")
+    if not inplace:
+        warn_of_functions(model, ", or give inplace=True", stacklevel=2)
     with undisturbed():
         dense: dict[nn.Module, nn.Module] = {
             layer: layer.to_dense() for layer in sketched_layers(model, advice="")

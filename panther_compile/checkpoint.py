@@ -35,7 +35,7 @@ from panther_compile.layers.base import (
 )
 from panther_compile.layers.narrow import NarrowLinear
 from panther_compile.layers.nested_tensors import turn_off_nested_tensors
-from panther_compile.models.substitute import check_plain_tensors, copy_with
+from panther_compile.models.substitute import check_plain_tensors, copy_with, warn_of_functions
 from panther_compile.models.wrapped import unwrapped
 from panther_compile.names import dotted, is_persistent, owner_of
 from panther_compile.planning.own_weights import lifted, lower_own_weights
@@ -172,10 +172,10 @@ def load_sketched(
     """
     path = checked_path(directory, "directory")
     check_is_module("skeleton", skeleton)
+    warn_of_functions(skeleton, "", stacklevel=2)
     if device is None:
         device = next((p.device for p in skeleton.parameters() if not p.is_meta), torch.device("cpu"))
-    else:
-        check_device(device)
+    check_device(device)
     document, tensors = _read(path, torch.device(device))
     base = lifted(skeleton)
     model = copy_with(base, empty_layers(base, document.layers, document.model, path))

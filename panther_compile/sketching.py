@@ -164,7 +164,7 @@ def prepare(
         model = model.module()  # type: ignore[attr-defined, operator]
     check_module(model)
     if not config.inplace:
-        warn_of_functions(model)
+        warn_of_functions(model, ", or give inplace=True", stacklevel=4)
     given = model
     model = lifted(model)
     reading = read_graph(model)

@@ -238,8 +238,10 @@ def test_fully_shard_is_refused_with_advice(verb, gloo):
 
 
 def test_wrapped_model_is_not_densified():
-    with pytest.raises(WrappedModelError, match=r"model\.module"):
+    with pytest.raises(WrappedModelError, match=r"give model\.module first"):
         pc.densify(DataParallel(pc.sketchify(mlp(), 0.5, **OPTIONS)))
+    with pytest.raises(WrappedModelError, match=r"give the model that was compiled \(model\._orig_mod\)"):
+        pc.densify(torch.compile(pc.sketchify(mlp(), 0.5, **OPTIONS), backend="eager"))
 
 
 def test_plain_attribute_wrapped_in_compile_is_no_wrapper():

@@ -249,6 +249,16 @@ def test_one_tensor_will_do(tmp_path):
     assert run(tmp_path / "m.onnx", (torch.randn(2, 32),))[0].shape == (2, 5)
 
 
+@pytest.mark.parametrize("then", ["none", "int8"])
+def test_what_was_compiled_exports_as_what_is_inside(then, tmp_path):
+    small = pc.sketchify(mlp(), 0.5, **OPTIONS)
+    compiled = torch.compile(small, backend="panther", options={"inner": "eager"})
+    x = torch.randn(8, 32)
+    pc.export_onnx(compiled, x, tmp_path / "m.onnx", then=then)
+    off = (run(tmp_path / "m.onnx", (x,))[0] - small(x)).norm() / small(x).norm()
+    assert off < (1e-5 if then == "none" else 0.05)
+
+
 class Centred(nn.Module):
     def __init__(self):
         super().__init__()

@@ -80,6 +80,54 @@ def test_batches_are_divided_to_fit(tmp_path):
     assert all(is_rounded for _, is_rounded in stored(tmp_path / "int8.onnx").values())
 
 
+class Stereo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = cnn()
+
+    def forward(self, left, right, scale=None, *, views=()):
+        both = self.net(left) - self.net(0.01 * right)
+        return sum(map(self.net, views), both) * (1.0 if scale is None else scale)
+
+
+def pictures(amplitude=1.0):
+    return amplitude * torch.randn(4, 3, SIDE, SIDE)
+
+
+# The example, by position and by name, and a batch of data for it.
+STEREO = {
+    "a number": (
+        lambda: ((pictures(), pictures(100.0), torch.tensor(2.0)), {}),
+        lambda: (pictures(), pictures(100.0), torch.tensor(2.0)),
+    ),
+    "a list": (
+        lambda: ((pictures(), pictures(100.0)), {"views": [pictures(), pictures()]}),
+        lambda: {"views": [pictures(), pictures()], "right": pictures(100.0), "left": pictures()},
+    ),
+    "others by name": (
+        lambda: ((), {"right": pictures(100.0), "left": pictures()}),
+        lambda: (pictures(), pictures(100.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STEREO)
+def test_data_reach_inputs_however_they_are_given(what, tmp_path):
+    torch.manual_seed(0)
+    example, batch = STEREO[what]
+    (args, kwargs), batches = example(), [batch() for _ in range(3)]
+    model = Stereo().eval()
+    found = pc.export_onnx(model, args, tmp_path / "m.onnx", kwargs=kwargs, then="int8", data=batches)
+    assert found.inputs == "3 batches of the data"
+    assert all(is_rounded for _, is_rounded in stored(tmp_path / "m.onnx").values())
+    names = [one.name for one in onnx.load(tmp_path / "m.onnx").graph.input]
+    given = [*args, *kwargs.get("views", ())] or [kwargs[name] for name in names]
+    with torch.no_grad():
+        wanted = model(*args, **kwargs).numpy()
+    found = run(tmp_path / "m.onnx", [one.numpy() for one in given])[0]
+    assert far(found, wanted) < 0.08
+
+
 def test_what_does_not_pay_stays(tmp_path):
     # A stem of few multiplications between float32 sigmoids, then one of many, then the output itself.
     weights = {

@@ -213,3 +213,49 @@ def test_functions_that_hold_modules_are_told_of():
         small = pc.sketchify(model, 0.5, inplace=True, **options)
         x = torch.randn(2, 48)
         assert torch.equal(small(x), small.last(2 * small.first(x)))
+
+
+class Compiled(nn.Module):
+    """Compiles a method of its own, as many do, and decorates another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(48, 48), nn.Linear(48, 48)
+        self.encode = torch.compile(self.encode, backend="eager")
+
+    def encode(self, x):
+        return self.last(self.first(x))
+
+    def forward(self, x):
+        return self.encode(x)
+
+
+def test_compiled_methods_that_hold_modules_are_told_of(tmp_path):
+    """A sketch of such a model would compute what the dense one does, whatever its layers are."""
+    options = {"min_params": 0, "allow_slower": True, "synthetic": False}
+    told = r"^encode of Compiled is a function that holds modules .*: compile it in the copy"
+    with pytest.warns(UserWarning, match=told + ", or give inplace=True$"):
+        pc.sketchify(Compiled().eval(), 0.5, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*is a function")
+        small = pc.sketchify(Compiled().eval(), 0.5, inplace=True, **options)
+    x = torch.randn(2, 48)
+    assert torch.equal(small(x), small.last(small.first(x)))
+    with pytest.warns(UserWarning, match=told + ", or give inplace=True$") as seen:
+        pc.densify(small)
+    assert seen[0].filename == __file__
+    pc.save_sketched(small, tmp_path)
+    with pytest.warns(UserWarning, match=told + "$") as seen:
+        pc.load_sketched(Compiled(), tmp_path)
+    assert seen[0].filename == __file__
+
+
+def test_functions_in_functions_that_hold_modules_are_told_of():
+    model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48)).eval()
+
+    def logged(call):
+        return lambda x: call(x)
+
+    model.forward = logged(logged(model.forward))
+    with pytest.warns(UserWarning, match="^forward of Sequential is a function that holds modules"):
+        pc.sketchify(model, 0.5, min_params=0, allow_slower=True, synthetic=False)

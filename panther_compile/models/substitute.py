@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -137,23 +137,45 @@ def _plain_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
                     yield module, dotted(prefix, name), tensor
 
 
-def warn_of_functions(model: nn.Module) -> None:
+def warn_of_functions(model: nn.Module, advice: str, *, stacklevel: int) -> None:
     """Warn of attributes that are functions and hold modules of a model that is to be copied.
 
-    A copy has the same functions: `lambda x: self.fc(x)` calls the layers of the model that was copied.
+    A copy has the same functions: `lambda x: self.fc(x)` calls the layers of the model that was copied, and
+    so does `self.encode = torch.compile(self.encode)`. Methods are copied with their module.
+
+    Args:
+        model: that is to be copied.
+        advice: what else to do about it, at the end of the warning.
+        stacklevel: of the warning, 1 being who calls this.
     """
     own = set(model.modules())
     for prefix, module in model.named_modules():
         for name, one in vars(module).items():
-            cells = one.__closure__ or () if isinstance(one, FunctionType) else ()
-            held = (cell.cell_contents for cell in cells if cell != CellType())
-            if any(isinstance(each, nn.Module) and each in own for each in held):
+            if name == "_compiled_call_impl":  # of `module.compile()`, which torch leaves out of copies
+                continue
+            if isinstance(one, FunctionType) and not own.isdisjoint(_held_modules(one)):
+                compiled = hasattr(one, "_torchdynamo_orig_callable")
+                remedy = "compile it in the copy" if compiled else "make it a method"
                 warnings.warn(
                     f"{prefix}.{name}".removeprefix(".")
                     + f" of {type(model).__name__} is a function that holds modules of it, and in a copy "
-                    "goes on calling these, not what replaces them: make it a method, or give inplace=True",
-                    stacklevel=5,
+                    f"goes on calling these, not what replaces them: {remedy}{advice}",
+                    stacklevel=stacklevel + 1,
                 )
+
+
+def _held_modules(function: FunctionType) -> Iterator[nn.Module]:
+    """Modules that a function holds, also by methods and functions that it was made of, as decorators do."""
+    left, seen = [function], {id(function)}
+    while left:
+        cells = (cell for cell in left.pop().__closure__ or () if cell != CellType())
+        for one in (cell.cell_contents for cell in cells):
+            held = one.__self__ if isinstance(one, MethodType) else one
+            if isinstance(held, nn.Module):
+                yield held
+            elif isinstance(held, FunctionType) and id(held) not in seen:
+                seen.add(id(held))
+                left.append(held)
 
 
 def copies_of_empty(model: nn.Module) -> dict[int, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.onnx import OnnxExporterError
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -32,6 +32,7 @@ from panther_compile.layers.base import outermost
 from panther_compile.models.batches import Call, Data, described, record_calls, spread_out
 from panther_compile.models.outputs import tensors_in
 from panther_compile.models.surroundings import eval_mode
+from panther_compile.models.wrapped import unwrapped
 from panther_compile.onnx.data import Feed
 from panther_compile.onnx.files import check_target, saved_copy, write_model
 from panther_compile.onnx.forms import fuse_gelu
@@ -56,7 +57,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 def export_onnx(
     model: nn.Module,
-    args: tuple[Any, ...] | torch.Tensor,
+    args: tuple[Any, ...] | Tensor,
     path: str | os.PathLike[str],
     *,
     kwargs: Mapping[str, Any] | None = None,
@@ -73,7 +74,7 @@ def export_onnx(
     attention and experts as plain operators. The model itself is left as it was.
 
     Args:
-        model: any module that `torch.export` can read.
+        model: any module that `torch.export` can read; of what torch.compile or DDP wraps, what is inside.
         args: example inputs by position, or the only one.
         path: the file to write.
         kwargs: example inputs by name.
@@ -108,12 +109,13 @@ def export_onnx(
         OnnxFileError: the file cannot be written.
         OnnxInvalidError: what torch made is not sound.
     """
-    positional = (args,) if isinstance(args, torch.Tensor) else args
+    positional = (args,) if isinstance(args, Tensor) else args
     path = checked_path(path, "path")
     check_target(path)
     check_type("verify", verify, bool)
     opset = read_integer("opset", opset)
     _check_arguments(model, positional, opset)
+    model = unwrapped(model)
     example = _told_apart(_with_last_named(model, Call(positional, dict(kwargs or {}))))
     check_choice("then", then, ROUNDINGS)
     if data is not None and then == "none":
@@ -141,7 +143,9 @@ def export_onnx(
             if verify:
                 check(plain)
             plain_file = plain if verify else None
-            return _write_int8(program.model, path, plain_file, example, calls, sketched=is_sketched)
+            inputs = program.model.graph.inputs
+            feeds = [feed for call in calls for feed in _feeds(model, call, example, inputs)]
+            return _write_int8(program.model, path, plain_file, example, feeds, sketched=is_sketched)
 
 
 def _write_int8(
@@ -149,7 +153,7 @@ def _write_int8(
     path: Path,
     plain: Path | None,
     example: Call,
-    calls: Sequence[Call],
+    feeds: Sequence[Feed],
     *,
     sketched: bool,
 ) -> Closeness | None:
@@ -160,20 +164,18 @@ def _write_int8(
         path: to write to.
         plain: holds the model before it is rounded.
         example: the inputs that it was exported with.
-        calls: the data.
+        feeds: the data.
         sketched: whether the model is a sketch, so that a larger ratio would help.
     """
     found: list[Closeness] = []
     check_can_round(model)
-    inputs = model.graph.inputs
-    feeds = [feed for call in calls for feed in _feeds(call, inputs)]
 
     def check(draft: Path) -> None:
         assert plain is not None
         if feeds:
             found.append(compare_files(plain, draft, feeds).closeness)
         else:
-            given = zip(inputs, example.tensors, strict=True)
+            given = zip(model.graph.inputs, example.tensors, strict=True)
             feed = {str(one.name): x.numpy(force=True) for one, x in given}
             found.append(replace(compare_files(plain, draft, [feed]).closeness, inputs="the example"))
         if feeds:  # an example of a few rows says too little
@@ -184,25 +186,30 @@ def _write_int8(
     return found[0] if found else None
 
 
-def _feeds(call: Call, inputs: Sequence[ir.Value]) -> list[Feed]:
-    """The arrays of a call by the names of a model's inputs; none if they do not fit.
+def _feeds(model: nn.Module, call: Call, example: Call, inputs: Sequence[ir.Value]) -> list[Feed]:
+    """The arrays of a call by the names of a model's inputs, which are those of the example; none if unfit.
 
     A batch that is larger than the model's, whose size is fixed, is divided.
     """
-    names, place = [str(one.name) for one in inputs], call.place or 0
-    sizes = [list(one.shape or ()) for one in inputs]
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
-    tensors = [given.get(name) for name in names]
+    given, place = _by_path(model, call), call.place or 0
+    paths = {id(leaf): path for path, leaf in _by_path(model, example).items()}
+    tensors = [given.get(paths[id(tensor)]) for tensor in example.tensors]
+    names, sizes = [str(one.name) for one in inputs], [list(one.shape or ()) for one in inputs]
     for name, tensor in zip(names, tensors, strict=True):
-        if isinstance(tensor, torch.Tensor) and bool(torch.isnan(tensor).any()):
+        if isinstance(tensor, Tensor) and bool(torch.isnan(tensor).any()):
             raise DataError(f"{call.what}: input {name!r} holds NaN")
-    arrays = [tensor.numpy(force=True) for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    if not arrays or len(arrays) < len(names) or not all(array.ndim for array in arrays):
+    arrays = [tensor.numpy(force=True) for tensor in tensors if isinstance(tensor, Tensor)]
+    batched = [number for number, array in enumerate(arrays) if array.ndim]
+    if not batched or len(arrays) < len(names):
         return []
-    samples = len(arrays[0])
-    size = sizes[0][0] if sizes[0] and isinstance(sizes[0][0], int) else samples
+    samples, first = len(arrays[batched[0]]), sizes[batched[0]]
+    size = first[0] if first and isinstance(first[0], int) else samples
+
+    def part(array: Any, start: int) -> Any:
+        return array[start : start + size] if array.ndim and len(array) == samples else array
+
     parts = (
-        Feed({name: array[start : start + size] for name, array in zip(names, arrays, strict=True)}, place)
+        Feed({name: part(array, start) for name, array in zip(names, arrays, strict=True)}, place)
         for start in range(0, samples, max(1, size))
     )
     return [
@@ -210,6 +217,12 @@ def _feeds(call: Call, inputs: Sequence[ir.Value]) -> list[Feed]:
         for part in parts
         if all(has_sizes(array, wanted) for array, wanted in zip(part.values(), sizes, strict=True))
     ]
+
+
+def _by_path(model: nn.Module, call: Call) -> dict[str, Any]:
+    """All that the arguments of a call hold by where it is, whether given by position or by name."""
+    bound = inspect.signature(model.forward).bind_partial(*call.args, **call.kwargs)
+    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(dict(bound.arguments))[0]}
 
 
 def _with_last_named(model: nn.Module, call: Call) -> Call:
@@ -228,7 +241,7 @@ def _told_apart(call: Call) -> Call:
     leaves = call.leaves
     seen: set[int] = set()
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor) and id(leaf) in seen:
+        if isinstance(leaf, Tensor) and id(leaf) in seen:
             leaves[place] = leaf.detach().clone()
         seen.add(id(leaf))
     return call.with_leaves(leaves)
@@ -302,7 +315,7 @@ def _no_tensors(result: object) -> list[str]:
     return [
         f"result{keystr(path)} is a {type(leaf).__name__}"
         for path, leaf in leaves
-        if not isinstance(leaf, torch.Tensor | None)
+        if not isinstance(leaf, Tensor | None)
     ]
 
 

@@ -174,12 +174,12 @@ def check_module(model: nn.Module) -> None:
     """
     check_is_module("model", model)
     advice = {
-        "DistributedDataParallel": "sketch model.module first, then wrap the result",
-        "DataParallel": "sketch model.module first, then wrap the result",
-        "FullyShardedDataParallel": "sketch the plain model first, then wrap the result",
-        "FSDPModule": "sketch the plain model first, then call fully_shard on the result",
-        "OptimizedModule": "sketch the model that was compiled (model._orig_mod), then compile the result",
-        "ScriptModule": "sketch the plain model first, then script or trace the result",
+        "DistributedDataParallel": "give model.module first, then wrap the result",
+        "DataParallel": "give model.module first, then wrap the result",
+        "FullyShardedDataParallel": "give the plain model first, then wrap the result",
+        "FSDPModule": "give the plain model first, then call fully_shard on the result",
+        "OptimizedModule": "give the model that was compiled (model._orig_mod), then compile the result",
+        "ScriptModule": "give the plain model first, then script or trace the result",
     }
     for name, module in model.named_modules():
         for base in type(module).__mro__:
