@@ -13,7 +13,8 @@ the multiple of the identity of its trace, the more, the more the projections di
 import math
 import warnings
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -88,9 +89,7 @@ def output_gradients(
     for place, call in enumerate(ProgressBar(used, desc="sensitivity", progress=progress)):
         kept = kept_positions(model, call)
         taps = _Taps(sums, channel_dims, kept, squares, disk, shrunk)
-        for one in watched.values():
-            one.on_output = taps.hand_on
-        with torch.enable_grad():
+        with torch.enable_grad(), _handing_on(watched, taps):
             result = run_dense(model, call)
             taps.in_forward = False
             for projection in range(_PROJECTIONS):
@@ -100,15 +99,24 @@ def output_gradients(
                 if number is None or not taps.zeros:
                     break
                 if not _run_backward(model, number, taps, retain=projection + 1 < _PROJECTIONS):
-                    sums.clear()
-                    break
-    for one in watched.values():
-        one.on_output = None
+                    return OutputGradients()  # nor would those of other batches come
     reached = {name: found for name, found in sums.items() if bool(found.squares_of().sum() > 0)}
     return OutputGradients(
         {name: found.shrunk() if shrunk else found.mean() for name, found in reached.items()},
         {name: found.rows_given / given for name, found in reached.items()},
     )
+
+
+@contextmanager
+def _handing_on(watched: Mapping[str, Watched], taps: "_Taps") -> Iterator[None]:
+    """Have layers hand their outputs to the taps."""
+    for one in watched.values():
+        one.on_output = taps.hand_on
+    try:
+        yield
+    finally:
+        for one in watched.values():
+            one.on_output = None
 
 
 def _run_backward(model: nn.Module, number: Tensor, taps: "_Taps", *, retain: bool) -> bool:

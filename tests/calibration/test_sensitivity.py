@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import panther_compile as pc
 from panther_compile.calibration import sensitivity
 from panther_compile.calibration.sensitivity import output_gradients, weight_of_errors
 from panther_compile.kinds.targets import find_targets, watch
@@ -123,6 +124,15 @@ def test_a_backward_that_fails_is_told_of():
     model = ChangesInPlace(nn.Linear(6, 8), nn.Identity(), nn.Linear(8, 5))
     with pytest.warns(UserWarning, match="no gradient of the model's result .*inplace.* count alike"):
         assert gradients(model, torch.randn(8, 6), logits=False) == {}
+
+
+def test_a_backward_that_fails_is_told_of_once():
+    """Those of other batches would fail too; each of them was a warning."""
+    model = ChangesInPlace(nn.Linear(48, 64), nn.Identity(), nn.Linear(64, 48))
+    data = [torch.randn(8, 48) for _ in range(9)]
+    with pytest.warns(UserWarning, match="no gradient") as told:
+        pc.sketchify(model, 0.5, data=data, min_params=64, allow_slower=True, progress=False)
+    assert sum("no gradient of the model's result" in str(one.message) for one in told) == 1
 
 
 class OfTraining(torch.autograd.Function):
