@@ -18,7 +18,7 @@ from panther_compile.onnx.lowering import GraphWriter
 from panther_compile.onnx.patterns import fixed_tensor, is_onnx, remove_unread
 
 _WORTH = 45
-"""Products of two numbers that take the time of moving one around (ONNX Runtime 1.32, x86 with AVX2)."""
+"""Products of two numbers that take the time of moving one around (ONNX Runtime 1.32, x86 with AVX-512)."""
 
 
 @dataclass(frozen=True, slots=True)
