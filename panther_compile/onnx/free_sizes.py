@@ -78,9 +78,11 @@ def check_free(
     for tensor, axis in asked:
         one = inputs[place[id(tensor)]]
         if one.shape is not None and isinstance(size := one.shape[axis], int):
+            cause = "the model takes no other size, or its code makes a Python number of it"
+            if size == 1:  # torch reads what broadcasts for one that always does
+                cause += ", or torch takes the 1 for one that always broadcasts: give an example of 2 there"
             raise OnnxExportError(
-                f"dynamic_shapes wants axis {axis} of {one.name!r} free, and torch has fixed it at {size}: "
-                "the model takes no other size, or its code makes a Python number of it"
+                f"dynamic_shapes wants axis {axis} of {one.name!r} free, and torch has fixed it at {size}: {cause}"
             )
 
 
