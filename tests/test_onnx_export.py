@@ -354,7 +354,7 @@ def test_a_size_that_was_to_be_free_is_not_fixed_in_silence(shapes, tmp_path):
 
 def test_a_size_fixed_at_one_says_which_example_to_give(tmp_path):
     shapes = ({0: torch.export.Dim("rows")},)
-    with pytest.raises(OnnxExportError, match="fixed it at 1.*give an example of 2 there"):
+    with pytest.raises(OnnxExportError, match=r"fixed it at 1.*give an example of 2 there"):
         pc.export_onnx(FixesRows(), torch.randn(1, 2), tmp_path / "m.onnx", dynamic_shapes=shapes)
 
 

@@ -44,8 +44,8 @@ class LayerFit:
         config: the options.
         folder: where fitted layers are kept, and taken from if they are there; None keeps none.
         repeated: what reaches layers that one forward calls several times; the first call alone unless given.
-        stored: whether factors take the form in which they are stored, pivoted or balanced, or any of the
-            same product and rank, which is enough to try them.
+        stored: whether factors are those to be stored, or quicker ones of the same rank, which are enough to
+            try them: neither pivoted nor balanced, and of kernels not brought closer in the end.
 
     Attributes:
         choices: of the plan, by name.
@@ -123,7 +123,7 @@ class LayerFit:
         else:
             masks = [self._masks[arrival.batch] for arrival in arrivals]
             layer, error, rows = view.fit(
-                name, choice, self._config, arrivals, masks, weight, self._study.ridge
+                name, choice, self._config, arrivals, masks, weight, self._study.ridge, self._stored
             )
         return {name: (layer, self._fitted(target, layer, error, rows))}
 

@@ -20,6 +20,7 @@ windows         What single outputs of a convolution read, and single pixels
 saving          What a class that writes its own `state_dict` makes of its parameters
 experts         the experts of Hugging Face mixtures become SketchedExperts
 fit_conv2d      A sketched convolution from data
+kernel_descent  Factors of a kernel brought closer in the metric of whole patches
 kernel_metric   How much an error of a k x k kernel shows, by the data
 parts           The weights of a site, whatever its kind
 plain_form      layers that make their weight in each call, and the plain ones that they stand for

@@ -84,9 +84,12 @@ class Conv2dView(LinearView):
         masks: Sequence[Tensor | None],
         gradient: Tensor | None,
         ridge: float,
+        stored: bool,
     ) -> tuple[SketchedLayer, float, int]:
         """See `LinearView`."""
-        layer, error = fit_conv2d_to(self.layer, name, choice, config, arrivals, gradient, ridge)
+        layer, error = fit_conv2d_to(
+            self.layer, name, choice, config, arrivals, gradient, ridge, whole=stored
+        )
         return layer, error, rows_of(arrivals, self.channel_dim)
 
 

@@ -110,10 +110,11 @@ class OnPlaneView(LinearView):
         masks: Sequence[Tensor | None],
         gradient: Tensor | None,
         ridge: float,
+        stored: bool,
     ) -> tuple[SketchedLayer, float, int]:
         """See `LinearView`."""
         layer, error = fit_conv2d_to(
-            self._plane.layer, name, choice, config, arrivals, gradient, ridge, self.layer
+            self._plane.layer, name, choice, config, arrivals, gradient, ridge, self.layer, whole=stored
         )
         return _from_plane(layer, self.layer), error, rows_of(arrivals, self.channel_dim)
 

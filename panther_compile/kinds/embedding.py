@@ -69,6 +69,7 @@ class TableView(LinearView):
         masks: Sequence[Tensor | None],
         gradient: Tensor | None,
         ridge: float,
+        stored: bool,
     ) -> tuple[SketchedLayer, float, int]:
         """See `LinearView`."""
         sums = self.input_sums()

@@ -14,6 +14,7 @@ from panther_compile.factorization.gain import gain_as_told
 from panther_compile.factorization.moments import MAX_ROWS, RIDGE, ridge_on
 from panther_compile.factorization.reliability import reliable_part
 from panther_compile.factorization.row_sums import HalvedSums, Means
+from panther_compile.kinds.kernel_descent import brought_closer
 from panther_compile.kinds.kernel_metric import KernelSums, PatchMoments
 from panther_compile.kinds.weights import generator_for
 from panther_compile.kinds.windows import Convolution, windows_in_parts
@@ -55,13 +56,17 @@ def cut_conv2d(
         name: of the unit, for its random numbers.
         choice: scheme and ranks.
         config: the options.
-        moments: of what reaches it.
+        moments: of what reaches it; where those of whole patches are known, factors are brought closer.
         gradient: weight of errors at the output, `(O, O)`, or None.
     """
     dense = conv.weight.detach().double()
     metric = moments.metric(None if gradient is None else gradient.double())
-    found = fit_kernel(metric.whiten(dense).contiguous(), conv.groups, name, choice, config)
-    kernels = metric.take_back(choice.scheme, found.kernels)
+    whitened = metric.whiten(dense).contiguous()
+    kernels: Sequence[Tensor] = fit_kernel(whitened, conv.groups, name, choice, config).kernels
+    if moments.halves:
+        halves = [metric.whiten_moments(half) for half in moments.halves]
+        kernels = brought_closer(choice.scheme, kernels, whitened, halves)
+    kernels = metric.take_back(choice.scheme, kernels)
     layer = SketchedConv2d.from_kernels(choice.scheme, kernels, conv)
     if layer.up.bias is not None and conv.groups == 1:
         lost = torch.einsum("oihw,ihw->o", dense - layer.weight.double(), moments.mean)
@@ -79,13 +84,16 @@ def fit_conv2d_to(
     gradient: Tensor | None,
     ridge: float = RIDGE,
     reads: Convolution | None = None,
+    *,
+    whole: bool = True,
 ) -> tuple[SketchedConv2d, float]:
     """Fit a k x k convolution; gives the relative error of its output too.
 
-    The kernel is cut in the metric of z and of errors at its output channels (`kernel_metric.py`); then the
-    last factor and the bias are fitted, in closed form, so that the factors on z give what the dense layer
-    gives on x, where there is a bias with much of its deviations (`gain.py`). Of large maps a few thousand
-    places are looked at, see `windows.py`.
+    The kernel is cut in the metric of z and of errors at its output channels (`kernel_metric.py`), and its
+    factors are brought closer in that of whole patches (`kernel_descent.py`). Then the last factor and the
+    bias are fitted, in closed form, so that the factors on z give what the dense layer gives on x, with much
+    of its deviations where there is a bias (`gain.py`). Of large maps a few thousand places are looked at
+    (`windows.py`).
 
     Args:
         conv: the dense layer, on a plane.
@@ -96,9 +104,10 @@ def fit_conv2d_to(
         gradient: weight of errors at the output, float64 `(O, O)`, or None.
         ridge: on second moments, of their mean power.
         reads: the dense layer as it is; None if it is of two axes.
+        whole: whether factors are brought closer in the metric of whole patches.
     """
     reads = reads or conv
-    sums = KernelSums(conv, reads)
+    sums = KernelSums(conv, reads, whole=whole)
     for arrival in arrivals:
         sums.add(arrival.z)
     layer = cut_conv2d(conv, name, choice, config, sums.moments(ridge), gradient)

@@ -7,10 +7,11 @@ T_w those of the pixels above and beside each other in one channel, as shares of
 of each channel at each tap where there is a bias, which makes up for these: in short maps the outer taps read
 much padding. Neighbours in images and sound are much alike, so that kernels of few frequencies do most. Each
 part is a change of basis of one axis of W, which every scheme survives: what is factorized in the new bases
-is taken back factor by factor.
+is taken back factor by factor. What the patches tell beyond the parts, S = E[p pᵀ], is looked at where a
+kernel is fitted (`kernel_descent.py`).
 """
 
-# O out_channels, I in_channels, G groups, kh x kw kernel
+# O out_channels, I in_channels, G groups, kh x kw kernel, F = I kh kw
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ from panther_compile.factorization.whiten import Root, root_of
 from panther_compile.kinds.windows import Convolution, windows
 
 _LEAST_PATCHES = 512  # of a batch, which kernels of many taps need
+_MOST_FEATURES = 2304  # F, of which S is summed up
+_PATCHES_EACH = 2  # of a batch, for a feature of S
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,14 @@ class PatchMoments:
         above: T_h (kh, kh), as shares of the mean power.
         beside: T_w (kw, kw), likewise.
         mean: E[p] (I / G, kh, kw); zeros where moments are taken about zero, or there are groups.
+        halves: S (F, F) of two halves of the patches, if they are known.
     """
 
     channels: Tensor
     above: Tensor
     beside: Tensor
     mean: Tensor
+    halves: tuple[Tensor, ...] = ()
 
     def metric(self, gradient: Tensor | None) -> "KernelMetric":
         """The metric that they make.
@@ -76,6 +81,17 @@ class KernelMetric:
             weight = _along(weight, 1, self.inner.factor)
         return weight if self.outer is None else torch.einsum("po,oihw->pihw", self.outer.factor.T, weight)
 
+    def whiten_moments(self, moments: Tensor) -> Tensor:
+        """S (F, F) in the same bases: the identity, if the parts are all that there is."""
+        assert self.inner is not None
+        sizes = [len(root.inverse) for root in (self.inner, *self.taps)]
+        for _ in range(2):  # its rows, then its columns
+            rows = moments.T.reshape(-1, *sizes)
+            for axis, root in zip((1, 2, 3), (self.inner, *self.taps), strict=True):
+                rows = _along(rows, axis, root.inverse.T)
+            moments = rows.flatten(1)
+        return moments
+
     def take_back(self, scheme: str, kernels: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The factors in the bases of the layer, from those of a whitened weight."""
         found = [kernel.double() for kernel in kernels]
@@ -101,25 +117,39 @@ class KernelSums:
         conv: the dense layer, on a plane.
         reads: the dense layer as it is; None if it is of two axes.
         centred: about the means; None where the layer has a bias.
+        whole: whether S is wanted; it is left out where there are groups, or many features.
     """
 
     def __init__(
-        self, conv: nn.Conv2d, reads: Convolution | None = None, *, centred: bool | None = None
+        self,
+        conv: nn.Conv2d,
+        reads: Convolution | None = None,
+        *,
+        centred: bool | None = None,
+        whole: bool = False,
     ) -> None:
         self._conv, self._reads = conv, reads or conv
         self._centred = conv.bias is not None if centred is None else centred
         self._about: Tensor | None = None  # near the means, so that no digits are lost to them
         self._taps, self._channels = _Sums(), _Sums()
+        has_whole = whole and conv.groups == 1 and conv.weight[0].numel() <= _MOST_FEATURES
+        self._halves = (_Sums(), _Sums()) if has_whole else ()
 
     def add(self, x: Tensor) -> None:
         """Add an input (N, I, *) or (I, *)."""
         taps = self._conv.kernel_size[0] * self._conv.kernel_size[1]
-        patches = windows(self._reads, x, max(_LEAST_PATCHES, MAX_ROWS // taps)).flatten(2).float()
+        most = max(_LEAST_PATCHES, MAX_ROWS // taps)
+        if self._halves:
+            most = max(most, min(MAX_ROWS, _PATCHES_EACH * self._conv.weight[0].numel()))
+        patches = windows(self._reads, x, most).flatten(2).float()
         if not len(patches):
             return
         if self._about is None:
             self._about = patches.mean(0) if self._centred else torch.zeros_like(patches[0])
         patches = patches - self._about
+        if self._halves:
+            for half, some in zip(self._halves, patches.flatten(1).unsqueeze(1).chunk(2), strict=False):
+                half.add(some)  # of one patch there is one half
         self._taps.add(patches)
         if self._conv.groups == 1:
             self._channels.add(thinned(patches, max(1, MAX_ROWS // taps)).mT)
@@ -139,7 +169,10 @@ class KernelSums:
                 mean = (self._about.double() + self._taps.mean).view_as(mean)
         taps = taps.view(*self._conv.kernel_size, *self._conv.kernel_size)
         above, beside = torch.einsum("abcb->ac", taps), torch.einsum("abad->bd", taps)
-        return PatchMoments(channels, _as_shares(above), _as_shares(beside), mean)
+        halves: tuple[Tensor, ...] = ()
+        if all(half.patches for half in self._halves):
+            halves = tuple(half.moments(ridge, centred=self._centred) for half in self._halves)
+        return PatchMoments(channels, _as_shares(above), _as_shares(beside), mean, halves)
 
     def energies(self, gradient: Tensor | None, moments: PatchMoments) -> dict[str, Tensor]:
         """What each rank keeps of the kernel in the metric, by scheme; see `Candidate.energies`."""
@@ -152,16 +185,20 @@ class KernelSums:
 
 
 class _Sums:
-    """Sums over patches (n, A, B), of their second moments over B: products in float32, sums in float64."""
+    """Sums over patches (n, A, B), of their second moments over B: products in float32, sums in float64.
+
+    Attributes:
+        patches: how many there were.
+    """
 
     def __init__(self) -> None:
-        self._patches = 0
+        self.patches = 0
         self._total: Tensor | float = 0.0
         self._products: Tensor | float = 0.0
 
     def add(self, patches: Tensor) -> None:
         """Add patches."""
-        self._patches += len(patches)
+        self.patches += len(patches)
         self._total = self._total + patches.double().sum(0)
         self._products = self._products + gram(patches.flatten(0, 1)).double()
 
@@ -169,13 +206,13 @@ class _Sums:
     def mean(self) -> Tensor:
         """E[p] (A, B)."""
         assert isinstance(self._total, Tensor)
-        return self._total / self._patches
+        return self._total / self.patches
 
     def moments(self, ridge: float, *, centred: bool) -> Tensor:
         """E[p_aᵀ p_a] (B, B), the mean over a, about the means or zero, with the ridge."""
         assert isinstance(self._products, Tensor)
         mean = self.mean
-        found = self._products / (self._patches * len(mean))
+        found = self._products / (self.patches * len(mean))
         rounding = ROUNDING * float(found.diagonal().mean())
         if centred:
             found = found - mean.T @ mean / len(mean)

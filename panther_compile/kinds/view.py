@@ -115,6 +115,7 @@ class LinearView(ABC):
         masks: Sequence[Tensor | None],
         gradient: Tensor | None,
         ridge: float,
+        stored: bool,
     ) -> tuple[SketchedLayer, float, int]:
         """Fit a layer that is no matrix; gives the relative error of its output, and on how many rows, too.
 
@@ -126,6 +127,7 @@ class LinearView(ABC):
             masks: mask of each of them, see `rows`.
             gradient: weight of errors at the output features, float64, or None.
             ridge: on second moments, of their mean power.
+            stored: whether it is to be kept, or to be tried, for which a quicker fit is enough.
         """
         raise AssertionError("a matrix is fitted from moments")
 

@@ -82,7 +82,8 @@ def check_free(
             if size == 1:  # torch reads what broadcasts for one that always does
                 cause += ", or torch takes the 1 for one that always broadcasts: give an example of 2 there"
             raise OnnxExportError(
-                f"dynamic_shapes wants axis {axis} of {one.name!r} free, and torch has fixed it at {size}: {cause}"
+                f"dynamic_shapes wants axis {axis} of {one.name!r} free, and torch has fixed it at {size}: "
+                f"{cause}"
             )
 
 
