@@ -4,6 +4,7 @@ export      a model ──► a file, checked against ONNX Runtime
 sketch      a file ──► a sketched file: the verb
 files       read what is sound, write what is whole
 sites       what can be sketched in a graph, and why the rest is left alone
+halves      weights that are stored in a half type and cast
 made_weights  weights that nodes make of constants, made once
 patterns    small questions about a graph: what feeds what
 data        inputs of a file, and what its nodes read while it runs on them

@@ -29,6 +29,8 @@ from panther_compile.onnx.sites import OnnxWeight, Use, to_torch, unique_name
 
 # From this opset on, Split takes the sizes as an input.
 _SPLIT_TAKES_INPUT = 13
+STORED_AS = "panther_compile.stored_as"
+"""The type that the file stores a weight in, and what is made of it, among what is known of the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,24 @@ class GraphWriter:
         """A new weight in the graph that has a value."""
         graph = graph_of(value)
         assert isinstance(graph, ir.Graph)
-        return self.weight(graph, name, tensor)
+        made = self.weight(graph, name, tensor)
+        if STORED_AS in value.meta:
+            made.meta[STORED_AS] = value.meta[STORED_AS]
+        return made
+
+    def store_as(self, value: ir.Value, tensor: Tensor) -> None:
+        """Store an initializer as a tensor of another type, by the same name, and cast it to what it was."""
+        graph, name = value.graph, str(value.name)
+        assert isinstance(graph, ir.Graph)
+        del graph.initializers[name]
+        self._names.discard(name)
+        stored = self.weight(graph, name, tensor)
+        label = unique_name(f"{name}/Cast", self._node_names)
+        cast = ir.node("Cast", [stored], {"to": int(value.dtype)}, name=label)
+        cast.outputs[0].name = unique_name(label, self._names)
+        cast.outputs[0].type, cast.outputs[0].shape = value.type, value.shape
+        graph.insert_before(graph[0], cast)
+        ir.convenience.replace_all_uses_with(value, cast.outputs[0])
 
     def node(
         self,

@@ -29,6 +29,7 @@ from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData
 from panther_compile.onnx.fold_scales import fold_scales
 from panther_compile.onnx.forms import fuse_gelu, fuse_hard_swish
+from panther_compile.onnx.halves import narrow_halves, stored_halves, widen_halves
 from panther_compile.onnx.int8 import (
     ROUNDINGS,
     as_pairs,
@@ -256,6 +257,7 @@ def _sketched(
     check_apart(target, model)
     before = stored_bytes(model, source)
     folded = _simplified(model)
+    widen_halves(model)
     if then == "int8":
         check_can_round(model)
         model = for_int8(model, source.parent)
@@ -285,8 +287,9 @@ def _sketched(
 
     if then == "none":
         read_whole(model)
-    seen = () if data is None else fit.done.feeds
+    seen, halves = () if data is None else fit.done.feeds, stored_halves(model)
     with int8_model(model, target.parent, seen) if then == "int8" else nullcontext(model) as written:
+        narrow_halves(written, halves)
         after = write_model(written, target, check=check if verify else None)
     report = OnnxReport(
         plan,
