@@ -43,6 +43,7 @@ from panther_compile.onnx.made_weights import fold_made_weights, read_past_ident
 from panther_compile.onnx.pivots import read_whole
 from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
+from panther_compile.onnx.taken_apart import take_apart
 from panther_compile.onnx.verify import Compared, compare_files
 from panther_compile.planning.plan import budget_of, make_plan, reasons_text
 from panther_compile.records import NEVER_REACHED, Closeness, Fitted, LayerPlan, SketchPlan, SketchRecord
@@ -310,6 +311,7 @@ def _sketched(
 
 def _simplified(model: ir.Model) -> int:
     """Have fewer nodes compute the same, by weights that can be sketched; counts what went into those."""
+    take_apart(model)
     read_past_identities(model)
     fold_made_weights(model)
     fuse_gelu(model)
