@@ -389,7 +389,7 @@ def _foreign(node: ir.Node, model: ir.Model) -> str | None:
     if node.domain in ("", "ai.onnx", "ai.onnx.ml") or node.op_identifier() in model.functions:
         return None
     reason = f"of an operator of {node.domain}, wanted those of ONNX"
-    return f"{reason}: sketch the file it was made of" if node.domain == RUNTIME else reason
+    return f"{reason}: sketch the file it was made of" if node.domain.startswith(RUNTIME) else reason
 
 
 def _matrix_in(node: ir.Node) -> ir.TensorProtocol | None:

@@ -283,9 +283,23 @@ def load_session(path: Path, what: str) -> ort.InferenceSession:
     try:
         return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except RUNTIME_ERRORS as error:
+        advice = ""
+        if _holds_bfloat16(path):
+            advice = (
+                "; it is in bfloat16, of which ONNX Runtime computes little on a CPU: give it in float32, "
+                "or in float16"
+            )
         raise OnnxMismatchError(
-            f"ONNX Runtime cannot load {what}: {first_line(error)}; verify=False writes the file all the same"
+            f"ONNX Runtime cannot load {what}: {first_line(error)}{advice}; verify=False writes the file all "
+            "the same"
         ) from error
+
+
+def _holds_bfloat16(path: Path) -> bool:
+    """Whether an input, or a weight, of a file is in bfloat16."""
+    graphs = list(ir.load(path).graphs())
+    values = [one for graph in graphs for one in (*graph.inputs, *graph.initializers.values())]
+    return any(one.dtype == ir.DataType.BFLOAT16 for one in values)
 
 
 def _cases(example: Call, exported: ExportedProgram, declared: Collection[int]) -> Iterator[Call]:
