@@ -169,6 +169,12 @@ CASES = {
     ],
     "ConvTranspose": [
         ([MAP, floats(4, 3, 3, 2), floats(3)], {"strides": [2, 2], "pads": [1, 0, 1, 0]}, 1),
+        ([MAP, floats(4, 3, 3, 3)], {"strides": [2, 2], "pads": [1] * 4, "output_padding": [1, 0]}, 1),
+        ([MAP, floats(4, 3, 2, 2), floats(3)], {"strides": [3, 3], "output_padding": [1, 2]}, 1),
+        ([MAP, floats(4, 3, 3, 3)], {"strides": [2, 2], "auto_pad": "SAME_UPPER"}, 1),
+        ([MAP, floats(4, 3, 4, 3)], {"strides": [2, 3], "auto_pad": "SAME_LOWER"}, 1),
+        ([MAP, floats(4, 3, 2, 2)], {"strides": [2, 2], "auto_pad": "VALID"}, 1),
+        ([MAP, floats(4, 3, 4, 4)], {"strides": [2, 2], "output_shape": [13, 12]}, 1),
         ([LINE, floats(4, 2, 3)], {"group": 2, "strides": [2], "output_padding": [1]}, 1),
     ],
     "MaxPool": [
@@ -274,7 +280,6 @@ def test_every_operator_is_tested():
         ("LSTM", one_way(CELL), {"hidden_size": 3, "clip": 0.5}),
         ("Attention", HEADS, {"left_window_size": 2}),
         ("RNN", one_way(SIMPLE), {"hidden_size": 3, "activations": ["Relu"]}),
-        ("ConvTranspose", [LINE, floats(4, 2, 3)], {"auto_pad": "SAME_UPPER"}),
         ("ScatterND", [X, np.array([[0]]), floats(1, 3, 4)], {"reduction": "max"}),
         ("EyeLike", [floats(3, 3)], {"k": 1}),
         ("GatherND", [X, np.array([[0], [1]])], {"batch_dims": 1}),

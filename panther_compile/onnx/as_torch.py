@@ -24,7 +24,7 @@ from panther_compile.onnx.sites import OnnxWeight, to_torch
 from panther_compile.onnx.torch_cells import UnknownOperatorError
 from panther_compile.onnx.torch_ops import OPERATORS, Operator, widened, with_added
 from panther_compile.onnx.torch_runtime import RUNTIME_OPERATORS
-from panther_compile.onnx.torch_windows import window_pads
+from panther_compile.onnx.torch_windows import cropped, window_pads
 from panther_compile.onnx.verify import MASK
 
 _TYPES = {
@@ -223,7 +223,7 @@ class OnnxModule(nn.Module):
             x = F.pad(x, window_pads(x, layer.kernel_size, attributes))  # type: ignore[arg-type]
         product = layer(x)
         if node.op_type == "ConvTranspose":
-            product = _cropped(product, attributes)
+            product = cropped(product, x, attributes)
         return product if added is None else product + added.reshape(-1, *[1] * (x.dim() - 2))
 
     def as_logits(self, value: ir.Value, found: Any) -> Any:
@@ -341,13 +341,3 @@ def _is_near(module: OnnxModule, value: ir.Value, found: Tensor, wanted: Tensor)
     # Where all chances are small, their rounding is that of 1.
     least = _ROUNDING if maker is not None and is_onnx(maker, "Sigmoid") else 0.0
     return bool(((found - wanted)[finite].abs() <= share * largest + least).all())
-
-
-def _cropped(x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
-    """The result of a transposed convolution without padding, as with it."""
-    axes = x.dim() - 2
-    if attributes.get("auto_pad", "NOTSET") != "NOTSET" or any(attributes.get("output_padding", ())):
-        raise UnknownOperatorError("ConvTranspose with such padding is not known here")
-    pads = attributes.get("pads", [0] * 2 * axes)
-    inside: Any = (slice(pads[axis], x.shape[2 + axis] - pads[axes + axis]) for axis in range(axes))
-    return x[(..., *inside)]
