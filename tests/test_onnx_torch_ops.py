@@ -28,6 +28,7 @@ CELL = [floats(5, 2, 6), floats(2, 12, 6), floats(2, 12, 3), floats(2, 24)]
 GATED = [floats(5, 2, 6), floats(2, 9, 6), floats(2, 9, 3), floats(2, 18)]
 HEADS = [floats(2, 4, 5, 3), floats(2, 2, 7, 3), floats(2, 2, 7, 6)]
 FLAT = floats(2, 5, 12)
+LENGTHS = np.array([3, 5], dtype=np.int32)
 SIMPLE = [floats(5, 2, 6), floats(2, 3, 6), floats(2, 3, 3), floats(2, 6)]
 
 
@@ -207,6 +208,12 @@ CASES = {
         ),
     ],
     "LSTM": [
+        (
+            [*CELL, LENGTHS, floats(2, 2, 3), floats(2, 2, 3)],
+            {"hidden_size": 3, "direction": "bidirectional"},
+            3,
+        ),
+        ([*one_way(CELL), LENGTHS], {"hidden_size": 3, "direction": "reverse"}, 3),
         (CELL, {"hidden_size": 3, "direction": "bidirectional"}, 3),
         (
             [CELL[0], CELL[1][:1], CELL[2][:1], None, None, floats(1, 2, 3), floats(1, 2, 3)],
@@ -216,6 +223,11 @@ CASES = {
         (one_way(CELL), {"hidden_size": 3, "direction": "reverse"}, 3),
     ],
     "GRU": [
+        (
+            [*GATED, LENGTHS],
+            {"hidden_size": 3, "direction": "bidirectional", "linear_before_reset": 1},
+            2,
+        ),
         (GATED, {"hidden_size": 3, "direction": "bidirectional", "linear_before_reset": 1}, 2),
         (GATED, {"hidden_size": 3, "direction": "bidirectional"}, 2),
         ([*one_way(GATED), None, floats(1, 2, 3)], {"hidden_size": 3, "direction": "reverse"}, 2),
@@ -240,6 +252,7 @@ CASES = {
     "RNN": [
         (SIMPLE, {"hidden_size": 3, "direction": "bidirectional", "activations": ["Tanh", "Tanh"]}, 2),
         ([*one_way(SIMPLE), None, floats(1, 2, 3)], {"hidden_size": 3}, 2),
+        ([*one_way(SIMPLE), LENGTHS], {"hidden_size": 3, "direction": "reverse"}, 2),
     ],
 }
 OLD = {
@@ -276,7 +289,8 @@ def test_every_operator_is_tested():
 @pytest.mark.parametrize(
     ("operator", "inputs", "attributes"),
     [
-        ("GRU", [*one_way(GATED), ints(5, 3)], {"hidden_size": 3}),
+        ("GRU", [*one_way(GATED), LENGTHS], {"hidden_size": 3}),
+        ("GRU", one_way(GATED), {"hidden_size": 3, "clip": 0.5}),
         ("LSTM", one_way(CELL), {"hidden_size": 3, "clip": 0.5}),
         ("Attention", HEADS, {"left_window_size": 2}),
         ("RNN", one_way(SIMPLE), {"hidden_size": 3, "activations": ["Relu"]}),

@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from panther_compile.onnx.torch_cells import UnknownOperatorError
-
 
 def window_pads(x: Tensor, kernel: Sequence[int], given: Mapping[str, Any]) -> list[int]:
     """What `F.pad` takes for the padding that a node does before its windows of a size."""
@@ -53,7 +51,9 @@ def transposed_convolution(inputs: list[Any], given: Mapping[str, Any], opset: i
 def cropped(whole: Tensor, x: Tensor, given: Mapping[str, Any]) -> Tensor:
     """What a ConvTranspose node makes of x, of what it makes without padding; it may reach behind that."""
     axes = whole.dim() - 2
-    strides, more = (given.get(name, [usual] * axes) for name, usual in (("strides", 1), ("output_padding", 0)))
+    strides, more = (
+        given.get(name, [usual] * axes) for name, usual in (("strides", 1), ("output_padding", 0))
+    )
     pads, how = list(given.get("pads", [0] * 2 * axes)), given.get("auto_pad", "NOTSET")
     sizes = given.get("output_shape")
     if sizes is None and how.startswith("SAME"):
