@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from onnx_models import (
     OPTIONS,
     assert_same_outputs,
@@ -133,3 +133,25 @@ def test_a_weight_that_is_read_in_halves_too(tmp_path):
     assert set(report.fitted) == {"v"}
     assert "its weight is made by Cast" in reasons(report).values()
     assert_same_outputs(source, target, random(9, 48))
+
+
+def test_branches_that_use_one_name(tmp_path):
+    """The weight of the other branch stays in float32."""
+
+    def branch(dtype, width):
+        weight = numpy_helper.from_array(low_rank(48, width).astype(dtype), "w")
+        wide = [node("Cast", ["w"], ["v"], to=1)] if dtype is np.float16 else [node("Identity", ["w"], ["v"])]
+        read = [*wide, node("MatMul", ["x", "v"], ["h"]), node("Relu", ["h"], ["z"])]
+        outputs = [helper.make_tensor_value_info("z", TensorProto.FLOAT, ("n", width))]
+        return helper.make_graph(read, "branch", [], outputs, [weight])
+
+    nodes = [
+        node("ReduceMax", ["x"], ["most"], keepdims=0),
+        node("Greater", ["most", "three"], ["is"]),
+        node("If", ["is"], ["h"], then_branch=branch(np.float32, 96), else_branch=branch(np.float16, 96)),
+        node("MatMul", ["h", "u"], ["y"]),
+    ]
+    weights = {"three": np.float32(3), "u": low_rank(96, 96)}
+    source = make(tmp_path / "in.onnx", nodes, weights, y=("n", 96))
+    _, target = sketch(source, exclude="w*")
+    assert_same_outputs(source, target, np.full((4, 48), 4, np.float32))

@@ -9,6 +9,7 @@ What is sketched of such a weight is stored as the weight was, if a half type ho
 by what it saves.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 import onnx_ir as ir
@@ -62,7 +63,9 @@ def _casts_of(value: ir.Value) -> list[ir.Node] | None:
 def stored_halves(model: ir.Model) -> dict[str, ir.DataType]:
     """The type that widened constants, and what was made of them, are to be stored in, by their names."""
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
-    return {str(one.name): one.meta[STORED_AS] for one in values if STORED_AS in one.meta}
+    names = Counter(value.name for value in values)  # two branches of an If may use one
+    alone = [one for one in values if STORED_AS in one.meta and names[one.name] == 1]
+    return {str(one.name): one.meta[STORED_AS] for one in alone}
 
 
 def narrow_halves(model: ir.Model, stored: Mapping[str, ir.DataType]) -> None:
