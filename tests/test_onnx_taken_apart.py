@@ -154,6 +154,22 @@ def test_attention(tmp_path, attributes, weights, mask):
     assert_same_outputs(source, target, [random(2, 9, WIDTH), *places])
 
 
+def test_weights_that_are_stored_in_halves(tmp_path):
+    nodes = [
+        *(helper.make_node("Cast", [one], [f"{one}32"], to=TensorProto.FLOAT) for one in "wb"),
+        fused("Attention", ["x", "w32", "b32"], ["y"], num_heads=HEADS),
+    ]
+    weights = {"w": low_rank(WIDTH, 3 * WIDTH), "b": random(3 * WIDTH)}
+    halves = {name: one.astype(np.float16) for name, one in weights.items()}
+    source = write(tmp_path / "in.onnx", nodes, halves)
+    report, target = half(source, tmp_path)
+    assert len(report.plan.sketched) == 3
+    (one,), (other,) = (run(path, np.ones((2, 9, WIDTH), np.float32)) for path in (source, target))
+    assert far(other, one) < 2e-3
+    found = {one.name: one.data_type for one in onnx.load(target).graph.initializer}
+    assert found["w.query.up"] == TensorProto.FLOAT16
+
+
 def test_layers_that_share_their_attention(tmp_path):
     """As those of ALBERT: each part is a weight that both read."""
     nodes = [

@@ -259,6 +259,7 @@ def _sketched(
     before = stored_bytes(model, source)
     folded = _simplified(model)
     widen_halves(model)
+    take_apart(model)  # what reads those
     if then == "int8":
         check_can_round(model)
         model = for_int8(model, source.parent)
