@@ -443,7 +443,7 @@ def test_bfloat16_is_named(tmp_path, kind):
     layer, size = (nn.Linear(8, 8), (2, 8)) if kind == "linear" else (nn.Conv2d(3, 8, 1), (2, 3, 4, 4))
     model, x = nn.Sequential(layer, nn.ReLU()).eval().bfloat16(), torch.randn(size).bfloat16()
     path = tmp_path / "m.onnx"
-    with pytest.raises(OnnxMismatchError, match="it is in bfloat16, of which .* give it in float32, or in"):
+    with pytest.raises(OnnxMismatchError, match=r"it is in bfloat16, of which .* give it in float32, or in"):
         pc.export_onnx(model, x, path)
     assert not path.exists()
     pc.export_onnx(model, x, path, verify=False)
