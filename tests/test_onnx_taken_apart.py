@@ -197,6 +197,39 @@ def test_a_bias_of_heads(tmp_path):
     assert "b.value.shifted" in {one.name for one in onnx.load(target).graph.initializer}
 
 
+@pytest.mark.parametrize("opset", [12, 17])
+@pytest.mark.parametrize("options", ["mask", "order", "sum"])
+def test_an_embedding(tmp_path, options, opset):
+    """Its tables are sketched where they are included; lengths, and the sum, are read on."""
+    tables = {"words": low_rank(60, WIDTH), "places": low_rank(20, WIDTH), "kinds": random(2, WIDTH)}
+    norm = {"scale": np.abs(random(WIDTH)), "shift": random(WIDTH)}
+    given = ["ids", "segments", *tables, *norm, "mask"]
+    names = {"mask": ["h", "lengths"], "order": ["h", "unread"], "sum": ["h", "", "total"]}[options]
+    if options == "order":
+        given = ["ids", "", "words", "places", "", *norm, "", "segments"]
+    nodes = [fused("EmbedLayerNormalization", given, names, epsilon=1e-5)]
+    if options == "mask":
+        weights = {"w": low_rank(WIDTH, 3 * WIDTH), "b": random(3 * WIDTH)}
+        nodes.append(fused("Attention", ["h", "w", "b", "lengths"], ["g"], num_heads=HEADS))
+    else:
+        weights = {"v": low_rank(WIDTH, WIDTH)}
+        nodes.append(helper.make_node("MatMul", ["total" if options == "sum" else "h", "v"], ["g"]))
+    nodes.append(helper.make_node("Add", ["g", "x"], ["y"]))
+    given = [
+        helper.make_tensor_value_info(one, TensorProto.INT32, (2, 9)) for one in ("ids", "segments", "mask")
+    ]
+    size = (2, 9, WIDTH)
+    source = write(tmp_path / "in.onnx", nodes, tables | norm | weights, size, size, given, opset)
+    report, target = half(source, tmp_path, include=["words", "w*" if options == "mask" else "v"])
+    assert "words" in {line.name for line in report.plan.sketched}
+    assert {"EmbedLayerNormalization", "Attention"}.isdisjoint(kinds(target))
+    ids, segments = RNG.integers(0, 60, (2, 9)), RNG.integers(0, 2, (2, 9))
+    mask = np.arange(9) < np.array([[9], [5]])
+    assert_same_outputs(
+        source, target, [random(*size), *(one.astype(np.int32) for one in (ids, segments, mask))]
+    )
+
+
 def test_what_is_not_plain_stays(tmp_path):
     """An Attention with a cache stays as it is, named in the report, and torch runs it."""
     nodes = [

@@ -27,8 +27,8 @@ from panther_compile.onnx.files import WEIGHTS_APART
 from panther_compile.onnx.patterns import fixed_tensor, is_onnx, is_read_once, remove_unread
 from panther_compile.onnx.sites import OnnxWeight, Use, to_torch, unique_name
 
-# From this opset on, Split takes the sizes as an input.
-_SPLIT_TAKES_INPUT = 13
+# From this opset on, Split takes the sizes as an input, and ReduceSum the axes.
+_TAKES_INPUT = 13
 STORED_AS = "panther_compile.stored_as"
 """The type that the file stores a weight in, and what is made of it, among what is known of the value."""
 
@@ -171,9 +171,15 @@ class GraphWriter:
 
     def split(self, before: ir.Node, x: ir.Value | None, sizes: list[int], axis: int) -> Sequence[ir.Value]:
         """The two parts of a value along an axis."""
-        if self._opset < _SPLIT_TAKES_INPUT:
+        if self._opset < _TAKES_INPUT:
             return self.node(before, "Split", (x,), 2, axis=axis, split=sizes)
         return self.node(before, "Split", (x, self.integers(before, sizes)), 2, axis=axis)
+
+    def total(self, before: ir.Node, x: ir.Value | None, axis: int) -> ir.Value:
+        """The sum of a value along an axis, which goes."""
+        if self._opset < _TAKES_INPUT:
+            return self.node(before, "ReduceSum", (x,), axes=[axis], keepdims=0)[0]
+        return self.node(before, "ReduceSum", (x, self.integers(before, [axis])), keepdims=0)[0]
 
     def integers(self, before: ir.Node, numbers: list[int]) -> ir.Value:
         """A constant list of integers."""

@@ -4,6 +4,7 @@
     FusedGemm, FusedConv          ──►  Gemm, Conv, an Add of what is added, the activation
     Attention(x, W, b)            ──►  MultiHeadAttention(x Wq + bq, x Wk + bk, x Wv + bv)
     MultiHeadAttention(.., b)     ──►  the same of three Adds
+    EmbedLayerNormalization       ──►  LayerNormalization of the sum of three Gather
     BiasGelu, FastGelu(x, b)      ──►  Gelu, FastGelu of Add(x, b)
     SkipLayerNormalization(.., b) ──►  the same of Add(x, b)
 
@@ -30,6 +31,7 @@ _BIAS_AT = {"BiasGelu": 1, "FastGelu": 1, "SkipLayerNormalization": 4, "SkipSimp
 _WITHOUT = {"BiasGelu": "Gelu"}
 _UNUSUAL = ("do_rotary", "past_present_share_buffer")
 _LENGTHS = ("EmbedLayerNormalization", "ReduceSum")
+_USUAL_EPSILON = 1e-12
 
 
 def take_apart(model: ir.Model) -> None:
@@ -45,6 +47,8 @@ def take_apart(model: ir.Model) -> None:
             _activated(node, writer)
         elif node.op_type == "Attention":
             _attention(node, writer, parts)
+        elif node.op_type == "EmbedLayerNormalization":
+            _embedding(node, writer)
         elif node.op_type == "MultiHeadAttention":
             _biased_heads(node, writer, parts)
         elif (place := _BIAS_AT.get(node.op_type)) is not None and _given(node, place) is not None:
@@ -160,6 +164,33 @@ def _attention(node: ir.Node, writer: GraphWriter, parts: dict[ir.Value, list[ir
     for value in (weights, bias):
         if value is not None:
             remove_unread(value)
+
+
+def _embedding(node: ir.Node, writer: GraphWriter) -> None:
+    """An EmbedLayerNormalization; if lengths of texts are read, one that is given a mask."""
+    ids, segments, words, places, kinds, scale, shift, mask, order = [*node.inputs, None, None][:9]
+    others = [*node.outputs[1:], None, None][:2]
+    lengths, total = (one if one is not None and one.uses() else None for one in others)
+    if any(one.is_graph_output() for one in node.outputs[1:]) or (lengths is not None and mask is None):
+        return
+    if order is None:  # from the first place on
+        (size,) = writer.node(node, "Shape", (ids,))
+        (count,) = writer.node(node, "Gather", (size, writer.integers(node, [1])))
+        first = writer.integers(node, [0])
+        (found,) = writer.node(node, "Slice", (places, first, count, first))
+    else:
+        (found,) = writer.node(node, "Gather", (places, order))
+    (summed,) = writer.node(node, "Add", (writer.node(node, "Gather", (words, ids))[0], found))
+    if segments is not None:
+        (found,) = writer.node(node, "Gather", (kinds, segments))
+        (summed,) = writer.node(node, "Add", (summed, found))
+    if lengths is not None:
+        ir.convenience.replace_all_uses_with(lengths, writer.total(node, mask, 1))
+    if total is not None:
+        ir.convenience.replace_all_uses_with(total, summed)
+    node.resize_outputs(1)
+    epsilon = node.attributes.get_float("epsilon", _USUAL_EPSILON)
+    _become(node, writer, summed, [("LayerNormalization", (scale, shift), {"epsilon": epsilon})])
 
 
 def _biased_heads(node: ir.Node, writer: GraphWriter, parts: dict[ir.Value, list[ir.Value]]) -> None:
