@@ -143,6 +143,7 @@ class GraphWriter:
         self._names.discard(name)
         stored = self.weight(graph, name, tensor)
         label = unique_name(f"{name}/Cast", self._node_names)
+        assert value.dtype is not None
         cast = ir.node("Cast", [stored], {"to": int(value.dtype)}, name=label)
         cast.outputs[0].name = unique_name(label, self._names)
         cast.outputs[0].type, cast.outputs[0].shape = value.type, value.shape

@@ -148,7 +148,7 @@ def _attention(node: ir.Node, writer: GraphWriter, parts: dict[ir.Value, list[ir
         return
     if weights is None or tensor is None or (bias is not None and shift is None) or not _is_plain(mask):
         return
-    sizes = [int(one) for one in options.get("qkv_hidden_sizes", [])] or [int(tensor.shape[1]) // 3] * 3
+    sizes = [int(one) for one in options.get("qkv_hidden_sizes", [])] or [int(tensor.shape[1]) // 3] * 3  # type: ignore[arg-type]
     matrices = _divided(weights, sizes, parts, writer)
     made = [writer.node(node, "MatMul", (x, matrix))[0] for matrix in matrices]
     if bias is not None:
@@ -213,7 +213,7 @@ def _biased_heads(node: ir.Node, writer: GraphWriter, parts: dict[ir.Value, list
 def _width(maker: ir.Node | None) -> int | None:
     """How many numbers a product by a constant matrix makes of each position."""
     tensor = fixed_tensor(maker.inputs[1]) if maker is not None and is_onnx(maker, "MatMul") else None
-    return None if tensor is None or len(tensor.shape) != 2 else int(tensor.shape[1])
+    return None if tensor is None or len(tensor.shape) != 2 else int(tensor.shape[1])  # type: ignore[arg-type]
 
 
 def _divided(

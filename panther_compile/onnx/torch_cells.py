@@ -26,7 +26,7 @@ def rnn(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Ten
     """Y (T, D, N, H) and Y_h (D, N, H)."""
 
     def run(x: _Steps, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
-        return torch.rnn_tanh(*x, starts[0], weights, True, 1, 0.0, False, both, *[False][len(x) - 1 :])
+        return _called(torch.rnn_tanh, x, starts[0], weights, both)
 
     return _run("RNN", run, inputs, given, _RNN, states=1)
 
@@ -35,7 +35,7 @@ def lstm(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Te
     """Y (T, D, N, H), Y_h and Y_c (D, N, H)."""
 
     def run(x: _Steps, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
-        return torch.lstm(*x, starts, weights, True, 1, 0.0, False, both, *[False][len(x) - 1 :])
+        return _called(torch.lstm, x, starts, weights, both)
 
     return _run("LSTM", run, inputs, given, _LSTM, states=2)
 
@@ -44,10 +44,18 @@ def gru(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Ten
     """Y (T, D, N, H) and Y_h (D, N, H); the reset gate is before the product with the state or behind it."""
 
     def run(x: _Steps, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
-        return torch.gru(*x, starts[0], weights, True, 1, 0.0, False, both, *[False][len(x) - 1 :])
+        return _called(torch.gru, x, starts[0], weights, both)
 
     cell = run if given.get("linear_before_reset", 0) else _reset_before
     return _run("GRU", cell, inputs, given, _GRU, states=1)
+
+
+def _called(
+    cell: Callable[..., Sequence[Tensor]], x: _Steps, starts: Any, weights: list[Tensor], both: bool
+) -> Sequence[Tensor]:
+    """What a layer of torch's gives, of steps that are all as long, or not."""
+    batch_first = [False] if len(x) == 1 else []
+    return cell(*x, starts, weights, True, 1, 0.0, False, both, *batch_first)
 
 
 def _reset_before(steps: _Steps, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:

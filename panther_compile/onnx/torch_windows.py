@@ -58,7 +58,7 @@ def cropped(whole: Tensor, x: Tensor, given: Mapping[str, Any]) -> Tensor:
     sizes = given.get("output_shape")
     if sizes is None and how.startswith("SAME"):
         sizes = [size * stride for size, stride in zip(x.shape[2:], strides, strict=True)]
-    around = []
+    around: list[int] = []
     for axis in range(axes):
         begin, end = pads[axis], pads[axes + axis] - more[axis]
         if sizes is not None:
