@@ -155,3 +155,19 @@ def test_branches_that_use_one_name(tmp_path):
     source = make(tmp_path / "in.onnx", nodes, weights, y=("n", 96))
     _, target = sketch(source, exclude="w*")
     assert_same_outputs(source, target, np.full((4, 48), 4, np.float32))
+
+
+def test_pivoted_kernels(tmp_path):
+    """They read their input whole, beside an identity, and are seen to be factored when they are read again."""
+    nodes = [node("Cast", ["w"], ["w32"], to=1), node("Conv", ["x", "w32"], ["y"], kernel_shape=[1, 1])]
+    size = (2, 48, 5, 5)
+    weights = {"w": kernel(64, 48, 1).astype(np.float16)}
+    source = make(tmp_path / "in.onnx", nodes, weights, x=size, y=(2, 64, 5, 5))
+    report, target = sketch(source)
+    assert [line.choice.scheme for line in report.plan.sketched] == ["pivoted"]
+    assert kinds(target)["EyeLike"] == 1
+    (one,), (other,) = run(source, x := random(*size)), run(target, x)
+    assert far(other, one) < 2e-3
+    assert {kind for name, kind in types(target).items() if name.startswith("w.")} == {TensorProto.FLOAT16}
+    with pytest.raises(NoTargetError, match="already factored"):
+        pc.sketch_onnx(target, tmp_path / "again.onnx", 0.5, **OPTIONS)
