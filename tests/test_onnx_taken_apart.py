@@ -260,3 +260,23 @@ def test_onnx_runtime_fuses_it_again(tmp_path):
     assert found["BiasGelu"] == 1
     assert found["FusedMatMul"] == 1
     assert found["Mul"] == 0
+
+
+def test_kernels_in_blocks_are_named(tmp_path):
+    """As ONNX Runtime writes them for its own CPU; their numbers are not in the order of a kernel's."""
+    nodes = [
+        helper.make_node("Conv", ["x", "k"], ["h"], domain="com.microsoft.nchwc", name="blocked", **CONV),
+        helper.make_node("Conv", ["x", "w"], ["g"], **CONV),
+        helper.make_node("Add", ["h", "g"], ["y"]),
+    ]
+    weights = {"k": kernel(32, 32, 3), "w": kernel(32, 32, 3)}
+    size = (2, 32, 8, 8)
+    source = write(tmp_path / "in.onnx", nodes, weights, size, size)
+    model = onnx.load(source)
+    model.opset_import.append(helper.make_opsetid("com.microsoft.nchwc", 1))
+    onnx.save(model, source)
+    report, _ = half(source, tmp_path, verify=False, synthetic=False)
+    assert [line.name for line in report.plan.sketched] == ["w"]
+    assert reasons(report)["blocked"].endswith(
+        "com.microsoft.nchwc, wanted those of ONNX: sketch the file it was made of"
+    )
