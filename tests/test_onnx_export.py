@@ -435,3 +435,15 @@ def test_a_model_that_draws_numbers_is_told(tmp_path):
     with pytest.raises(OnnxMismatchError, match=said):
         pc.export_onnx(Draws(), (torch.randn(4, 8),), tmp_path / "draws.onnx")
     pc.export_onnx(Draws(), (torch.randn(4, 8),), tmp_path / "draws.onnx", verify=False)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_bfloat16_is_named(tmp_path, kind):
+    """ONNX Runtime's words are of the first node that it lacks."""
+    layer, size = (nn.Linear(8, 8), (2, 8)) if kind == "linear" else (nn.Conv2d(3, 8, 1), (2, 3, 4, 4))
+    model, x = nn.Sequential(layer, nn.ReLU()).eval().bfloat16(), torch.randn(size).bfloat16()
+    path = tmp_path / "m.onnx"
+    with pytest.raises(OnnxMismatchError, match=r"it is in bfloat16, of which .* give it in float32, or in"):
+        pc.export_onnx(model, x, path)
+    assert not path.exists()
+    pc.export_onnx(model, x, path, verify=False)

@@ -10,6 +10,7 @@ import panther_compile as pc
 from panther_compile.errors import (
     OnnxMismatchError,
 )
+from panther_compile.onnx import verify as onnx_verify
 from panther_compile.onnx.verify import compare_files, kept_in
 
 
@@ -179,3 +180,50 @@ def test_the_mask_of_an_encoder_does_not_hide_what_a_decoder_of_as_many_position
     assert kept_in(feed) is None
     assert kept_in(feed | {"decoder_attention_mask": np.array([[1, 0, 0]])}).tolist() == [[True, True, False]]
     assert kept_in(feed | {"decoder_input_ids": np.ones((1, 4), np.int64)}).tolist() == [[False, True, False]]
+
+
+def test_lengths_leave_nothing_out(tmp_path):
+    """Of 0 or 1, as other integers are, they would hide all that a sketch has destroyed."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"]),
+        node("Unsqueeze", ["lengths", "one"], ["until"]),
+        node("Less", ["places", "until"], ["seen"]),
+        node("Where", ["seen", "h", "zero"], ["y"]),
+    ]
+    lengths = helper.make_tensor_value_info("lengths", TensorProto.INT64, ("n",))
+    weights = {"w": random(48, 48), "one": np.int64([1]), "zero": np.float32(0)}
+    weights["places"] = np.int64([[*range(2, 50)]])
+    source = make(tmp_path / "in.onnx", nodes, weights, inputs=[lengths], y=("n", 48))
+    report, _ = sketch(source, include="*")
+    assert report.output_errors["y"] > 0.3
+
+
+def test_files_of_sounds_are_run_on_whole_windows(tmp_path):
+    """On less a Conv cannot run, and ONNX Runtime ends the process at a DFT."""
+    weights = {"w": random(32, 1, 400), "one": np.int64([1])}
+    nodes = [node("Unsqueeze", ["x", "one"], ["h"]), node("Conv", ["h", "w"], ["y"], strides=[160])]
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", "t"), y=("n", 32, "f"))
+    report, _ = sketch(source, synthetic=False)
+    assert report.output_errors["y"] > 0
+
+
+def test_a_file_with_a_transform_is_never_given_less(tmp_path, monkeypatch):
+    nodes = [
+        node("Unsqueeze", ["x", "last"], ["u"]),
+        node("DFT", ["u"], ["f"], axis=1),
+        node("ReduceSumSquare", ["f"], ["p"], axes=[2], keepdims=0),
+        node("Slice", ["p", "zero", "width", "second"], ["cut"]),
+        node("MatMul", ["cut", "w"], ["y"]),
+    ]
+    weights = {"last": np.int64([2]), "zero": np.int64([0]), "width": np.int64([48]), "w": random(48, 40)}
+    weights["second"] = np.int64([1])
+    source = make(tmp_path / "in.onnx", nodes, weights, x=("n", "t"), y=("n", 40), opset=17)
+    sizes, random_inputs = [], onnx_verify._random_inputs
+
+    def seen(session, size, what, most):
+        sizes.append(size)
+        return random_inputs(session, size, what, most)
+
+    monkeypatch.setattr(onnx_verify, "_random_inputs", seen)
+    sketch(source, include="*", synthetic=False)
+    assert sizes == [512]

@@ -4,6 +4,8 @@ export      a model ──► a file, checked against ONNX Runtime
 sketch      a file ──► a sketched file: the verb
 files       read what is sound, write what is whole
 sites       what can be sketched in a graph, and why the rest is left alone
+halves      weights that are stored in a half type and cast
+taken_apart  operators that ONNX Runtime fuses, as what they were fused of
 made_weights  weights that nodes make of constants, made once
 patterns    small questions about a graph: what feeds what
 data        inputs of a file, and what its nodes read while it runs on them
@@ -15,6 +17,7 @@ torch_ops   operators in torch
 torch_cells recurrent ones
 torch_attention  attention
 torch_windows  windows and samples of images
+torch_runtime  operators of ONNX Runtime's own
 torch_indexed  what indices point to
 fit         weights fitted to what ONNX Runtime shows of them
 made_up     images, sounds and texts for a file without data

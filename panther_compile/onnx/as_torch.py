@@ -19,11 +19,12 @@ from panther_compile.onnx.branches import seen_graphs
 from panther_compile.onnx.data import Feed, ObservedModel
 from panther_compile.onnx.lowering import bias_of
 from panther_compile.onnx.output_parts import in_parts, parts_of
-from panther_compile.onnx.patterns import is_onnx
+from panther_compile.onnx.patterns import RUNTIME, is_onnx
 from panther_compile.onnx.sites import OnnxWeight, to_torch
 from panther_compile.onnx.torch_cells import UnknownOperatorError
-from panther_compile.onnx.torch_ops import OPERATORS, widened, with_added
-from panther_compile.onnx.torch_windows import window_pads
+from panther_compile.onnx.torch_ops import OPERATORS, Operator, widened, with_added
+from panther_compile.onnx.torch_runtime import RUNTIME_OPERATORS
+from panther_compile.onnx.torch_windows import cropped, window_pads
 from panther_compile.onnx.verify import MASK
 
 _TYPES = {
@@ -98,8 +99,7 @@ class _Program:
         self.has_halves = any(one in _HALF_TYPES for one in types)
         for graph, steps in self.steps.items():
             for node in (step.node for step in steps):
-                known = node.op_type in OPERATORS or node.op_type == "If"
-                if not known or node.domain not in ("", "ai.onnx"):
+                if _operator(node) is None and not is_onnx(node, "If"):
                     raise UnknownOperatorError(f"{node.domain or 'ONNX'} {node.op_type} is not known here")
                 layers = self.uses.get(node)
                 for index, value in enumerate(node.inputs):
@@ -204,7 +204,9 @@ class OnnxModule(nn.Module):
         node, attributes = step.node, step.given
         if node not in self._program.uses:
             inputs = [None if one is None else values[one] for one in node.inputs]
-            return OPERATORS[node.op_type](inputs, attributes, self._program.opset)
+            operator = _operator(node)
+            assert operator is not None
+            return operator(inputs, attributes, self._program.opset)
         place, use = self._program.uses[node]
         layer, x = self.layers[place], values[node.inputs[1 - use.index]]  # type: ignore[index]
         if use.is_table:
@@ -221,12 +223,19 @@ class OnnxModule(nn.Module):
             x = F.pad(x, window_pads(x, layer.kernel_size, attributes))  # type: ignore[arg-type]
         product = layer(x)
         if node.op_type == "ConvTranspose":
-            product = _cropped(product, attributes)
+            product = cropped(product, x, attributes)
         return product if added is None else product + added.reshape(-1, *[1] * (x.dim() - 2))
 
     def as_logits(self, value: ir.Value, found: Any) -> Any:
         """An output as the module gives it: chances as their logarithms."""
         return found.clamp_min(torch.finfo(found.dtype).tiny).log() if _are_chances(value) else found
+
+
+def _operator(node: ir.Node) -> Operator | None:
+    """What a node does, if it is known here."""
+    if node.domain == RUNTIME:
+        return RUNTIME_OPERATORS.get(node.op_type)
+    return OPERATORS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
 
 
 def _are_chances(value: ir.Value) -> bool:
@@ -332,13 +341,3 @@ def _is_near(module: OnnxModule, value: ir.Value, found: Tensor, wanted: Tensor)
     # Where all chances are small, their rounding is that of 1.
     least = _ROUNDING if maker is not None and is_onnx(maker, "Sigmoid") else 0.0
     return bool(((found - wanted)[finite].abs() <= share * largest + least).all())
-
-
-def _cropped(x: Tensor, attributes: Mapping[str, Any]) -> Tensor:
-    """The result of a transposed convolution without padding, as with it."""
-    axes = x.dim() - 2
-    if attributes.get("auto_pad", "NOTSET") != "NOTSET" or any(attributes.get("output_padding", ())):
-        raise UnknownOperatorError("ConvTranspose with such padding is not known here")
-    pads = attributes.get("pads", [0] * 2 * axes)
-    inside: Any = (slice(pads[axis], x.shape[2 + axis] - pads[axes + axis]) for axis in range(axes))
-    return x[(..., *inside)]

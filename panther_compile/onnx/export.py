@@ -139,6 +139,7 @@ def export_onnx(
             read_whole(program.model)
             write_model(program.model, path, check=check if verify else None)
             return None
+        check_can_round(program.model)
         with saved_copy(program.model, path.parent) as plain:
             if verify:
                 check(plain)
@@ -168,7 +169,6 @@ def _write_int8(
         sketched: whether the model is a sketch, so that a larger ratio would help.
     """
     found: list[Closeness] = []
-    check_can_round(model)
 
     def check(draft: Path) -> None:
         assert plain is not None

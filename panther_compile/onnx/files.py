@@ -29,6 +29,7 @@ from panther_compile.errors import (
     OnnxInvalidError,
     first_line,
 )
+from panther_compile.onnx.patterns import RUNTIME
 from panther_compile.storage import check_folder, checked_path, file_sha256, flush, locked, scratch_folder
 
 OLDEST_OPSET = 11
@@ -37,6 +38,7 @@ WEIGHTS_APART = 4
 # Bytes of weights that still go into the ONNX file itself; protobuf ends at 2^31.
 LARGEST_INLINE = 2_000_000_000
 _LONGEST_NAME, _LONGEST_NUMBER = 4096, 20  # of bytes, and of digits
+_NORMALIZES = 17  # the opset from which on LayerNormalization is of ONNX
 _DATA_SUFFIX = "-" + "[0-9a-f]" * 16 + ".data"
 
 
@@ -221,28 +223,49 @@ def _names(file: Path, data: Path) -> bool:
 
 
 def _put_in_order(model: ir.Model, path: Path) -> None:
-    """Put nodes behind those that make what they read, and check the model then.
-
-    Weights in another file, which are checked already, stand as inputs for that.
-    """
+    """Put nodes behind those that make what they read, and check the model then."""
     try:
         model.graph.sort()
     except ValueError as error:  # nodes that read each other
         raise OnnxInvalidError(f"{path.name} is not a sound ONNX model: {first_line(error)}") from error
-    proto = ir.to_proto(model)
+    _check(path, _without_data(ir.to_proto(model)))
+
+
+def _without_data(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model itself, whose weights in another file, which are checked already, stand as inputs."""
     for tensor in [one for one in proto.graph.initializer if uses_external_data(one)]:
         given = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         proto.graph.input.append(given)
         proto.graph.initializer.remove(tensor)
-    _check(path, proto)
+    return proto
 
 
 def _check(path: Path, read: onnx.ModelProto | None = None) -> None:
     """Check a file, or what was read of it."""
     try:
-        onnx.checker.check_model(str(path) if read is None else read)
+        try:
+            onnx.checker.check_model(str(path) if read is None else read)
+        except onnx.checker.ValidationError:
+            proto = onnx.load_model(path, load_external_data=False) if read is None else read
+            if not _give_back(proto):
+                raise
+            onnx.checker.check_model(_without_data(proto))
     except (onnx.checker.ValidationError, UnicodeDecodeError) as error:  # the latter of names
         raise OnnxInvalidError(f"{path.name} is not a sound ONNX model: {first_line(error)}") from error
+
+
+def _give_back(proto: onnx.ModelProto) -> bool:
+    """Put operators that ONNX Runtime adds to ONNX's own domain into its own; whether there are any.
+
+    Its optimizer writes LayerNormalization into files of opsets before 17, which ONNX's checker refuses.
+    """
+    opset = next(one.version for one in proto.opset_import if one.domain in ("", "ai.onnx"))
+    added = {"SimplifiedLayerNormalization": True, "LayerNormalization": opset < _NORMALIZES}
+    found = [node for node in _nodes(proto) if node.domain in ("", "ai.onnx") and added.get(node.op_type)]
+    for node in found:
+        node.domain = RUNTIME
+    proto.opset_import.append(onnx.helper.make_opsetid(RUNTIME, 1))
+    return bool(found)
 
 
 def _is_in_order(graph: onnx.GraphProto) -> bool:

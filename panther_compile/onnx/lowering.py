@@ -27,8 +27,10 @@ from panther_compile.onnx.files import WEIGHTS_APART
 from panther_compile.onnx.patterns import fixed_tensor, is_onnx, is_read_once, remove_unread
 from panther_compile.onnx.sites import OnnxWeight, Use, to_torch, unique_name
 
-# From this opset on, Split takes the sizes as an input.
-_SPLIT_TAKES_INPUT = 13
+# From this opset on, Split takes the sizes as an input, and ReduceSum the axes.
+_TAKES_INPUT = 13
+STORED_AS = "panther_compile.stored_as"
+"""The type that the file stores a weight in, and what is made of it, among what is known of the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,25 @@ class GraphWriter:
         """A new weight in the graph that has a value."""
         graph = graph_of(value)
         assert isinstance(graph, ir.Graph)
-        return self.weight(graph, name, tensor)
+        made = self.weight(graph, name, tensor)
+        if STORED_AS in value.meta:
+            made.meta[STORED_AS] = value.meta[STORED_AS]
+        return made
+
+    def store_as(self, value: ir.Value, tensor: Tensor) -> None:
+        """Store an initializer as a tensor of another type, by the same name, and cast it to what it was."""
+        graph, name = value.graph, str(value.name)
+        assert isinstance(graph, ir.Graph)
+        del graph.initializers[name]
+        self._names.discard(name)
+        stored = self.weight(graph, name, tensor)
+        label = unique_name(f"{name}/Cast", self._node_names)
+        assert value.dtype is not None
+        cast = ir.node("Cast", [stored], {"to": int(value.dtype)}, name=label)
+        cast.outputs[0].name = unique_name(label, self._names)
+        cast.outputs[0].type, cast.outputs[0].shape = value.type, value.shape
+        graph.insert_before(graph[0], cast)
+        ir.convenience.replace_all_uses_with(value, cast.outputs[0])
 
     def node(
         self,
@@ -152,9 +172,15 @@ class GraphWriter:
 
     def split(self, before: ir.Node, x: ir.Value | None, sizes: list[int], axis: int) -> Sequence[ir.Value]:
         """The two parts of a value along an axis."""
-        if self._opset < _SPLIT_TAKES_INPUT:
+        if self._opset < _TAKES_INPUT:
             return self.node(before, "Split", (x,), 2, axis=axis, split=sizes)
         return self.node(before, "Split", (x, self.integers(before, sizes)), 2, axis=axis)
+
+    def total(self, before: ir.Node, x: ir.Value | None, axis: int) -> ir.Value:
+        """The sum of a value along an axis, which goes."""
+        if self._opset < _TAKES_INPUT:
+            return self.node(before, "ReduceSum", (x,), axes=[axis], keepdims=0)[0]
+        return self.node(before, "ReduceSum", (x, self.integers(before, [axis])), keepdims=0)[0]
 
     def integers(self, before: ir.Node, numbers: list[int]) -> ir.Value:
         """A constant list of integers."""

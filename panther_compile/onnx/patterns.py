@@ -6,6 +6,9 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
+RUNTIME = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
+
 # What stands between an output head and the output itself.
 _SHAPES = ("Cast", "Flatten", "Identity", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 _ACTIVATIONS = ("ArgMax", "LogSoftmax", "Relu", "Sigmoid", "Softmax", "Tanh")

@@ -23,6 +23,7 @@ from panther_compile.kinds.base import Kind, OnnxForm
 from panther_compile.kinds.registry import find_onnx_kinds, onnx_operators
 from panther_compile.onnx.files import WEIGHTS_APART
 from panther_compile.onnx.patterns import (
+    RUNTIME,
     factored_weights,
     feeds_output,
     fixed_tensor,
@@ -45,7 +46,6 @@ QUANTIZED = (
     *("MatMulInteger", "QLinearMatMul", "ConvInteger", "QLinearConv", "MatMulNBits", "QGemm", "MatMulBnb4"),
     *("DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM", "QAttention"),
 )
-_RUNTIME = "com.microsoft"
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
@@ -389,7 +389,7 @@ def _foreign(node: ir.Node, model: ir.Model) -> str | None:
     if node.domain in ("", "ai.onnx", "ai.onnx.ml") or node.op_identifier() in model.functions:
         return None
     reason = f"of an operator of {node.domain}, wanted those of ONNX"
-    return f"{reason}: sketch the file it was made of" if node.domain == _RUNTIME else reason
+    return f"{reason}: sketch the file it was made of" if node.domain.startswith(RUNTIME) else reason
 
 
 def _matrix_in(node: ir.Node) -> ir.TensorProtocol | None:

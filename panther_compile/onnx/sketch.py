@@ -29,6 +29,7 @@ from panther_compile.onnx.fit import FittedWeights
 from panther_compile.onnx.fit_to_data import GRAPH, DataFit, FittedToData
 from panther_compile.onnx.fold_scales import fold_scales
 from panther_compile.onnx.forms import fuse_gelu, fuse_hard_swish
+from panther_compile.onnx.halves import narrow_halves, stored_halves, widen_halves
 from panther_compile.onnx.int8 import (
     ROUNDINGS,
     as_pairs,
@@ -42,6 +43,7 @@ from panther_compile.onnx.made_weights import fold_made_weights, read_past_ident
 from panther_compile.onnx.pivots import read_whole
 from panther_compile.onnx.rewrite import rewrite
 from panther_compile.onnx.sites import OnnxFound, find_onnx_sites
+from panther_compile.onnx.taken_apart import take_apart
 from panther_compile.onnx.verify import Compared, compare_files
 from panther_compile.planning.plan import budget_of, make_plan, reasons_text
 from panther_compile.records import NEVER_REACHED, Closeness, Fitted, LayerPlan, SketchPlan, SketchRecord
@@ -256,6 +258,8 @@ def _sketched(
     check_apart(target, model)
     before = stored_bytes(model, source)
     folded = _simplified(model)
+    widen_halves(model)
+    take_apart(model)  # what reads those
     if then == "int8":
         check_can_round(model)
         model = for_int8(model, source.parent)
@@ -285,8 +289,9 @@ def _sketched(
 
     if then == "none":
         read_whole(model)
-    seen = () if data is None else fit.done.feeds
+    seen, halves = () if data is None else fit.done.feeds, stored_halves(model)
     with int8_model(model, target.parent, seen) if then == "int8" else nullcontext(model) as written:
+        narrow_halves(written, halves)
         after = write_model(written, target, check=check if verify else None)
     report = OnnxReport(
         plan,
@@ -307,6 +312,7 @@ def _sketched(
 
 def _simplified(model: ir.Model) -> int:
     """Have fewer nodes compute the same, by weights that can be sketched; counts what went into those."""
+    take_apart(model)
     read_past_identities(model)
     fold_made_weights(model)
     fuse_gelu(model)

@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 _RNN, _LSTM, _GRU = (0,), (0, 2, 3, 1), (1, 0, 2)  # torch's gates, by their places among ONNX's
 _PLAIN = {"hidden_size", "direction", "linear_before_reset", "layout", "activations", "outputs"}
 _USUAL = {"RNN": ["tanh"], "LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"]}
 
-_Cell = Callable[[Tensor, list[Tensor], list[Tensor], bool], Sequence[Tensor]]
+_Steps = tuple[
+    Tensor, ...
+]  # (T, N, I), or rows of lines of several lengths, and how many there are each step
+_Cell = Callable[[_Steps, list[Tensor], list[Tensor], bool], Sequence[Tensor]]
 
 
 class UnknownOperatorError(Exception):
@@ -21,8 +25,8 @@ class UnknownOperatorError(Exception):
 def rnn(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Tensor]:
     """Y (T, D, N, H) and Y_h (D, N, H)."""
 
-    def run(x: Tensor, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
-        return torch.rnn_tanh(x, starts[0], weights, True, 1, 0.0, False, both, False)
+    def run(x: _Steps, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
+        return _called(torch.rnn_tanh, x, starts[0], weights, both)
 
     return _run("RNN", run, inputs, given, _RNN, states=1)
 
@@ -30,8 +34,8 @@ def rnn(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Ten
 def lstm(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Tensor]:
     """Y (T, D, N, H), Y_h and Y_c (D, N, H)."""
 
-    def run(x: Tensor, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
-        return torch.lstm(x, starts, weights, True, 1, 0.0, False, both, False)
+    def run(x: _Steps, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
+        return _called(torch.lstm, x, starts, weights, both)
 
     return _run("LSTM", run, inputs, given, _LSTM, states=2)
 
@@ -39,16 +43,26 @@ def lstm(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Te
 def gru(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequence[Tensor]:
     """Y (T, D, N, H) and Y_h (D, N, H); the reset gate is before the product with the state or behind it."""
 
-    def run(x: Tensor, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
-        return torch.gru(x, starts[0], weights, True, 1, 0.0, False, both, False)
+    def run(x: _Steps, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
+        return _called(torch.gru, x, starts[0], weights, both)
 
     cell = run if given.get("linear_before_reset", 0) else _reset_before
     return _run("GRU", cell, inputs, given, _GRU, states=1)
 
 
-def _reset_before(x: Tensor, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
+def _called(
+    cell: Callable[..., Sequence[Tensor]], x: _Steps, starts: Any, weights: list[Tensor], both: bool
+) -> Sequence[Tensor]:
+    """What a layer of torch's gives, of steps that are all as long, or not."""
+    batch_first = [False] if len(x) == 1 else []
+    return cell(*x, starts, weights, True, 1, 0.0, False, both, *batch_first)
+
+
+def _reset_before(steps: _Steps, weights: list[Tensor], starts: list[Tensor], both: bool) -> Sequence[Tensor]:
     """A GRU of the paper's first form, arXiv 1406.1078: torch's resets what the product gives."""
-    found, ends = [], []
+    if len(steps) > 1:
+        raise UnknownOperatorError("GRU with lengths that resets before its product is not known here")
+    (x,), found, ends = steps, [], []
     for place, state in enumerate(starts[0]):
         from_input, from_state, input_bias, state_bias = weights[4 * place : 4 * place + 4]
         hidden = state.shape[-1]
@@ -76,15 +90,15 @@ def _run(
     """What a node gives, by a cell that takes torch's weights, and goes forward, or in both directions.
 
     Raises:
-        UnknownOperatorError: a node has lengths or options of its own.
+        UnknownOperatorError: a node has options of its own.
     """
     x, w, r, b, lengths, *others = [*inputs, *[None] * 8][:8]
     activations = [one.lower() for one in given.get("activations", ())]
     directions, hidden = w.shape[0], r.shape[-1]
     unusual = set(given) - _PLAIN or given.get("layout", 0)
     unusual = unusual or activations not in ([], _USUAL[name] * directions)
-    if unusual or lengths is not None or any(one is not None for one in others[states:]):
-        raise UnknownOperatorError(f"{name} with lengths or options of its own is not known here")
+    if unusual or any(one is not None for one in others[states:]):
+        raise UnknownOperatorError(f"{name} with options of its own is not known here")
     b = w.new_zeros(directions, 2 * len(gates) * hidden) if b is None else b
 
     def ordered(one: Tensor) -> Tensor:
@@ -95,7 +109,27 @@ def _run(
     ]
     zeros = x.new_zeros(directions, x.shape[1], hidden)
     starts = [zeros if one is None else one for one in others[:states]]
-    backwards = given.get("direction") == "reverse"
-    y, *ends = cell(x.flip(0) if backwards else x, weights, starts, directions > 1)
-    y = y.flip(0) if backwards else y
-    return y.unflatten(-1, (directions, -1)).transpose(1, 2), *ends
+    turned = _turned if given.get("direction") == "reverse" else _as_it_is
+    x = turned(x, lengths)
+    if lengths is None:
+        y, *ends = cell((x,), weights, starts, directions > 1)
+    else:
+        packed = pack_padded_sequence(x, lengths.long(), enforce_sorted=False)
+        starts = [one[:, packed.sorted_indices] for one in starts]
+        rows, *ends = cell((packed.data, packed.batch_sizes), weights, starts, directions > 1)
+        y, _ = pad_packed_sequence(PackedSequence(rows, *packed[1:]), total_length=len(x))
+        ends = [one[:, packed.unsorted_indices] for one in ends]
+    return turned(y, lengths).unflatten(-1, (directions, -1)).transpose(1, 2), *ends
+
+
+def _as_it_is(x: Tensor, lengths: Tensor | None) -> Tensor:
+    return x
+
+
+def _turned(x: Tensor, lengths: Tensor | None) -> Tensor:
+    """Lines (T, N, I) from their ends on; what is behind a line stays there."""
+    if lengths is None:
+        return x.flip(0)
+    places = torch.arange(len(x)).unsqueeze(1)
+    places = torch.where(places < lengths, lengths - 1 - places, places)
+    return x.gather(0, places.unsqueeze(-1).expand_as(x))

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from panther_compile.onnx.torch_attention import attention
+from panther_compile.onnx.torch_attention import attention, rotary
 from panther_compile.onnx.torch_cells import UnknownOperatorError, gru, lstm, rnn
 from panther_compile.onnx.torch_indexed import gathered, gathered_nd, one_hot, scattered, scattered_nd
 from panther_compile.onnx.torch_windows import (
@@ -442,10 +442,12 @@ OPERATORS: dict[str, Operator] = {
     "BatchNormalization": _batch_normed,
     "LayerNormalization": _layer_normed,
     "RMSNormalization": _rms_normed,
+    "SimplifiedLayerNormalization": _rms_normed,  # of ONNX Runtime, which puts it here
     "InstanceNormalization": _instance_normed,
     "GroupNormalization": _group_normed,
     "Resize": _resized,
     "Attention": attention,
+    "RotaryEmbedding": rotary,
     "RNN": rnn,
     "LSTM": lstm,
     "GRU": gru,

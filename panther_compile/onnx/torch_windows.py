@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from panther_compile.onnx.torch_cells import UnknownOperatorError
-
 
 def window_pads(x: Tensor, kernel: Sequence[int], given: Mapping[str, Any]) -> list[int]:
     """What `F.pad` takes for the padding that a node does before its windows of a size."""
@@ -43,16 +41,32 @@ def transposed_convolution(inputs: list[Any], given: Mapping[str, Any], opset: i
     """Y of a ConvTranspose node."""
     x, weight, *bias = inputs
     axes = weight.dim() - 2
-    pads = list(given.get("pads", [0] * 2 * axes))
-    if given.get("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in given or pads[:axes] != pads[axes:]:
-        raise UnknownOperatorError("ConvTranspose with such padding is not known here")
     call = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[axes - 1]
-    strides, dilations, more = (
-        tuple(given.get(name, [default] * axes))
-        for name, default in (("strides", 1), ("dilations", 1), ("output_padding", 0))
+    strides, dilations = (tuple(given.get(name, [1] * axes)) for name in ("strides", "dilations"))
+    whole = call(x, weight, None, strides, 0, 0, given.get("group", 1), dilations)
+    found = cropped(whole, x, given)
+    return found if not bias or bias[0] is None else found + bias[0].reshape(-1, *[1] * axes)
+
+
+def cropped(whole: Tensor, x: Tensor, given: Mapping[str, Any]) -> Tensor:
+    """What a ConvTranspose node makes of x, of what it makes without padding; it may reach behind that."""
+    axes = whole.dim() - 2
+    strides, more = (
+        given.get(name, [usual] * axes) for name, usual in (("strides", 1), ("output_padding", 0))
     )
-    group = given.get("group", 1)
-    return call(x, weight, bias[0] if bias else None, strides, pads[:axes], more, group, dilations)
+    pads, how = list(given.get("pads", [0] * 2 * axes)), given.get("auto_pad", "NOTSET")
+    sizes = given.get("output_shape")
+    if sizes is None and how.startswith("SAME"):
+        sizes = [size * stride for size, stride in zip(x.shape[2:], strides, strict=True)]
+    around: list[int] = []
+    for axis in range(axes):
+        begin, end = pads[axis], pads[axes + axis] - more[axis]
+        if sizes is not None:
+            total = max(0, whole.shape[2 + axis] + more[axis] - sizes[axis])
+            begin = total // 2 if how == "SAME_UPPER" else total - total // 2
+            end = total - begin - more[axis]
+        around = [-begin, -end, *around]
+    return F.pad(whole, around)
 
 
 def max_pooled(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Tensor:

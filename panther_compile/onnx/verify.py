@@ -97,6 +97,7 @@ def compare_files(
     """Run two files of one interface on the same inputs, random ones unless some are given.
 
     Random numbers are standard normal, integers and booleans 0 or 1: ids and masks are allowed to be that;
+    lengths leave nothing out;
     unsigned bytes, which pixels are, anything, if the source takes that.
     Sizes that the file leaves free are all alike, the first of `_SIZES` that the source takes.
 
@@ -113,7 +114,7 @@ def compare_files(
     dense, sketched = load_session(source, str(source)), load_session(target, "the sketched model")
     names, parts = [one.name for one in dense.get_outputs()], parts_of(ir.load(source))
     results, errors = OutputSums(), dict[str, float]()
-    for feed, outputs in _runs(dense, feeds, str(source)):
+    for feed, outputs in _runs(dense, feeds, source):
         shapes = ", ".join(f"{array.shape}" for array in feed.values())
         try:
             others = sketched.run(names, feed)
@@ -131,13 +132,21 @@ def compare_files(
 
 
 def _runs(
-    dense: ort.InferenceSession, feeds: Sequence[Mapping[str, Any]], what: str
+    dense: ort.InferenceSession, feeds: Sequence[Mapping[str, Any]], source: Path
 ) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
     """Inputs, and what the dense file makes of them."""
     if feeds:
         yield from ((feed, dense.run(None, feed)) for feed in feeds[-MOST_CALLS:])
     else:
-        yield _first_that_runs(dense, what)
+        yield _first_that_runs(dense, str(source), _sizes_of(source, dense))
+
+
+def _sizes_of(source: Path, session: ort.InferenceSession) -> tuple[int, ...]:
+    """Sizes that a file may take where they are free, in the order in which they are tried."""
+    if any(is_onnx(node, "DFT", "STFT") for node in ir.load(source).graph.all_nodes()):
+        return _OF_SOUND
+    is_flat = all(len(one.shape) <= 2 for one in session.get_inputs())
+    return (*_SIZES, *_OF_SOUND) if is_flat else _SIZES
 
 
 def output_pairs(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[Pair]:
@@ -169,11 +178,14 @@ def kept_in(feed: Mapping[str, Any]) -> Tensor | None:
 
 
 _SIZES = (4, 1, 2, 8, 16, 32, 64, 128, 224)
+_OF_SOUND = (512, 1024, 4096)  # less than a window ends the process: ONNX Runtime divides by 0 frames
 
 
-def _first_that_runs(session: ort.InferenceSession, what: str) -> tuple[dict[str, Any], list[Any]]:
-    """Random inputs that a file takes, and what it makes of them."""
-    sizes = _SIZES if any(not _is_fixed(one) for one in session.get_inputs()) else _SIZES[:1]
+def _first_that_runs(
+    session: ort.InferenceSession, what: str, sizes: Sequence[int]
+) -> tuple[dict[str, Any], list[Any]]:
+    """Random inputs that a file takes, of the first of some sizes, and what it makes of them."""
+    sizes = sizes if any(not _is_fixed(one) for one in session.get_inputs()) else sizes[:1]
     has_pixels = any(numpy_dtype(one) == np.uint8 for one in session.get_inputs())
     for size, most in itertools.product(sizes, (255, 1) if has_pixels else (1,)):
         feed = _random_inputs(session, size, what, most)
@@ -192,11 +204,16 @@ def _is_fixed(value: ort.NodeArg) -> bool:
 
 
 def _random_inputs(session: ort.InferenceSession, size: int, what: str, most: int) -> dict[str, Any]:
-    """An array for each input; `most` is the largest of unsigned bytes."""
+    """An array for each input; `most` is the largest of unsigned bytes. Lengths leave nothing out."""
     generator = np.random.default_rng(0)
     feed = {}
+    shapes = {
+        one.name: [axis if isinstance(axis, int) else size for axis in one.shape]
+        for one in session.get_inputs()
+    }
+    longest = max((axis for shape in shapes.values() for axis in shape[1:]), default=size)
     for one in session.get_inputs():
-        shape = [axis if isinstance(axis, int) else size for axis in one.shape]
+        shape = shapes[one.name]
         dtype = numpy_dtype(one)
         if dtype is None:
             raise OnnxMismatchError(
@@ -205,6 +222,8 @@ def _random_inputs(session: ort.InferenceSession, size: int, what: str, most: in
             )
         floating, highest = np.issubdtype(dtype, np.floating), most if dtype == np.uint8 else 1
         values = generator.standard_normal(shape) if floating else generator.integers(0, highest + 1, shape)
+        if not floating and len(shape) == 1 and "len" in one.name.lower():
+            values = np.full(shape, longest)
         feed[one.name] = np.asarray(values).astype(dtype)
     return feed
 
@@ -283,9 +302,23 @@ def load_session(path: Path, what: str) -> ort.InferenceSession:
     try:
         return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except RUNTIME_ERRORS as error:
+        advice = ""
+        if _holds_bfloat16(path):
+            advice = (
+                "; it is in bfloat16, of which ONNX Runtime computes little on a CPU: give it in float32, "
+                "or in float16"
+            )
         raise OnnxMismatchError(
-            f"ONNX Runtime cannot load {what}: {first_line(error)}; verify=False writes the file all the same"
+            f"ONNX Runtime cannot load {what}: {first_line(error)}{advice}; verify=False writes the file all "
+            "the same"
         ) from error
+
+
+def _holds_bfloat16(path: Path) -> bool:
+    """Whether an input, or a weight, of a file is in bfloat16."""
+    graphs = list(ir.load(path).graphs())
+    values = [one for graph in graphs for one in (*graph.inputs, *graph.initializers.values())]
+    return any(one.dtype == ir.DataType.BFLOAT16 for one in values)
 
 
 def _cases(example: Call, exported: ExportedProgram, declared: Collection[int]) -> Iterator[Call]:
