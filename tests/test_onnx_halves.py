@@ -158,7 +158,7 @@ def test_branches_that_use_one_name(tmp_path):
 
 
 def test_pivoted_kernels(tmp_path):
-    """They read their input whole, beside an identity, and are seen to be factored when they are read again."""
+    """They read their input whole, beside an identity, and are seen to be factored once written."""
     nodes = [node("Cast", ["w"], ["w32"], to=1), node("Conv", ["x", "w32"], ["y"], kernel_shape=[1, 1])]
     size = (2, 48, 5, 5)
     weights = {"w": kernel(64, 48, 1).astype(np.float16)}

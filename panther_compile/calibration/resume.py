@@ -129,7 +129,11 @@ class CalibrationFolder(WorkFolder):
                 name: (one[0], one[1], one[2]) for (kind, name), one in parts.items() if kind == "factors"
             }
             study.factors.update(factors)
-            patches = {name: PatchMoments(*one) for (kind, name), one in parts.items() if kind == "patches"}
+            patches = {
+                name: PatchMoments(one[0], one[1], one[2], one[3])
+                for (kind, name), one in parts.items()
+                if kind == "patches"
+            }
             study.patches.update(patches)
         return study
 
