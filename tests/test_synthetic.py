@@ -700,3 +700,44 @@ def test_videos_move_and_are_fitted_to():
     first, second = video[0, :, 0], video[0, :, 1]
     moves = [(down, right) for down in range(-2, 3) for right in range(-2, 3)]
     assert any(torch.equal(first.roll(move, (-2, -1)), second) for move in moves)
+
+
+class CutsPatches(nn.Module):
+    """A vision transformer that cuts its patches itself, as those of einops do, and has no convolution."""
+
+    def __init__(self, channels, side=8):
+        super().__init__()
+        self.side = side
+        self.norm = nn.LayerNorm(channels * side**2)
+        self.patches = nn.Linear(channels * side**2, 64)
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 12)
+
+    def forward(self, images):
+        *_, height, width = images.shape
+        rows = images.unflatten(2, (height // self.side, self.side)).unflatten(4, (-1, self.side))
+        x = rows.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+        return self.head(torch.relu(self.body(self.patches(self.norm(x)))).mean(1))
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+def test_images_for_a_model_that_cuts_its_patches_itself(channels):
+    found = made(CutsPatches(channels))
+    assert found.what == "made-up inputs (images of natural spectra)" and found.telling
+    assert first_of(found.calls[0]).shape == (8, channels, 32, 32)
+
+
+class Cube(nn.Module):
+    """Reads volumes of one size alone, as those of medicine do."""
+
+    def __init__(self, side):
+        super().__init__()
+        self.cut = nn.Conv3d(1, 32, 16, stride=16)
+        self.place = nn.Parameter(torch.randn((side // 16) ** 3, 32))
+
+    def forward(self, volumes):
+        return self.cut(volumes).flatten(2).mT + self.place
+
+
+@pytest.mark.parametrize("side", [32, 96])
+def test_volumes_of_equal_sides(side):
+    assert first_of(made(Cube(side)).calls[0]).shape == (1, 1, side, side, side)
