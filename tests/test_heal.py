@@ -587,6 +587,30 @@ def test_a_dense_layer_may_make_its_weight_of_others_in_one_of_the_models(made, 
         pc.heal(small, teacher=wider, data=data, steps=1)
 
 
+class Matches(nn.Module):
+    """Refines what it matches, which may be nothing, as LoFTR does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.fine = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        coarse = self.body(x)
+        return coarse, self.fine(coarse[x[:, 0] > 0]), coarse.new_empty(len(x), 0)
+
+
+@pytest.mark.parametrize("most", [0.0, 100.0])
+def test_what_a_batch_leaves_empty_is_not_compared(most):
+    torch.manual_seed(0)
+    teacher = Matches().eval()
+    data = [torch.randn(64, 16).clamp(max=most) for _ in range(4)]
+    small = pc.sketchify(teacher, 0.5, min_params=0, progress=False, allow_slower=True, synthetic=False)
+    report = pc.heal_report(pc.heal(small, teacher=teacher, data=data, steps=20, progress=False))
+    assert report.after["output"] < report.before["output"]
+    assert all(math.isfinite(one) for one in report.after.values())
+
+
 def test_a_model_of_another_dtype_than_the_data_is_told_of():
     teacher = encoder()
     small = sketched_encoder(teacher).bfloat16()

@@ -209,7 +209,8 @@ class OneLayer(OwnWeight):
         """See `OwnWeight`; the bias, as it was fitted, is the module's again, which passes it."""
         bias: Any = None if self.bias_name is None else self.layer.bias
         if bias is not None:
-            assert self.bias_name is not None and isinstance(bias, nn.Parameter)
+            assert self.bias_name is not None
+            assert isinstance(bias, nn.Parameter)
             module._parameters[self.bias_name] = bias
             for part in self.layer.modules():
                 if part._parameters.get("bias") is bias:
@@ -329,7 +330,7 @@ def own_biases(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Param
 
 
 def adds_bias_outside(layer: nn.Module) -> bool:
-    """Whether the bias that a layer has while it is fitted is that of the module whose weight it stands for."""
+    """Whether the bias of a layer is that of the module whose weight it stands for."""
     return OF_CLASS in vars(layer) and layer._parameters.get("bias") is not None
 
 
