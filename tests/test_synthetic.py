@@ -703,26 +703,29 @@ def test_videos_move_and_are_fitted_to():
 
 
 class CutsPatches(nn.Module):
-    """A vision transformer that cuts its patches itself, as those of einops do, and has no convolution."""
+    """A vision transformer that cuts its patches itself, as those of einops do."""
 
-    def __init__(self, channels, side=8):
+    def __init__(self, channels, *, convolution, side=8):
         super().__init__()
-        self.side = side
-        self.norm = nn.LayerNorm(channels * side**2)
-        self.patches = nn.Linear(channels * side**2, 64)
+        self.cut, features = nn.PixelUnshuffle(side), channels * side**2
+        self.patches = nn.Conv2d(features, 64, 1) if convolution else nn.Linear(features, 64)
         self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 12)
 
     def forward(self, images):
-        *_, height, width = images.shape
-        rows = images.unflatten(2, (height // self.side, self.side)).unflatten(4, (-1, self.side))
-        x = rows.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
-        return self.head(torch.relu(self.body(self.patches(self.norm(x)))).mean(1))
+        x = self.cut(images)
+        if isinstance(self.patches, nn.Conv2d):
+            x = self.patches(x).flatten(2).mT
+        else:
+            x = self.patches(x.flatten(2).mT)
+        return self.head(torch.relu(self.body(x)).mean(1))
 
 
 @pytest.mark.parametrize("channels", [3, 1])
-def test_images_for_a_model_that_cuts_its_patches_itself(channels):
-    found = made(CutsPatches(channels))
-    assert found.what == "made-up inputs (images of natural spectra)" and found.telling
+@pytest.mark.parametrize("convolution", [False, True])
+def test_images_for_a_model_that_cuts_its_patches_itself(channels, convolution):
+    found = made(CutsPatches(channels, convolution=convolution))
+    assert found.what == "made-up inputs (images of natural spectra)"
+    assert found.telling
     assert first_of(found.calls[0]).shape == (8, channels, 32, 32)
 
 

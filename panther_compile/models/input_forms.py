@@ -218,8 +218,10 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
             yield Form("tokens", _tokens(layer.num_embeddings, length), call)
             yield Form("tokens", _tokens(layer.num_embeddings, length), _features)
     elif kind is nn.Conv2d:
-        for size in (*_SIZES, *_size_of_timm(model)):
-            yield Form("images", _images(layer.in_channels, (size, size)), call)
+        cut = _channels_of_patches(layer.in_channels) if max(layer.kernel_size) == 1 else ()
+        for channels in (layer.in_channels, *cut):
+            for size in (*_SIZES, *_size_of_timm(model)):
+                yield Form("images", _images(channels, (size, size)), call)
         if layer.in_channels == 1 and min(layer.kernel_size) == 1:  # a convolution of sounds
             for samples in _SAMPLES:
                 yield _sounds(call, samples)
@@ -248,7 +250,7 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
 
 
 def _channels_of_patches(features: int) -> Iterator[int]:
-    """Channels of the images that a linear layer may read square patches of, as einops or unfold cut them."""
+    """Channels of images of whose square patches these may be the features, as einops or unfold cut them."""
     for channels in (3, 1):
         side = math.isqrt(features // channels)
         if side > 1 and channels * side**2 == features:
