@@ -744,3 +744,20 @@ class Cube(nn.Module):
 @pytest.mark.parametrize("side", [32, 96])
 def test_volumes_of_equal_sides(side):
     assert first_of(made(Cube(side)).calls[0]).shape == (1, 1, side, side, side)
+
+
+class ChainWithImages(Chain):
+    """Reads images too, where there are any."""
+
+    def __init__(self, after):
+        super().__init__(after)
+        self.eyes = nn.Linear(48, 48)
+
+    def forward(self, ids, images=None):
+        return super().forward(ids) + (0 if images is None else self.eyes(images))
+
+
+def test_made_up_inputs_that_do_not_reach_a_layer_are_not_called_data():
+    says = "made-up inputs never reached eyes: sketched from the weights alone"
+    with pytest.warns(UserWarning, match=says):
+        pc.sketchify(ChainWithImages(chain()[1]).eval(), 0.5, data="model", **OPTIONS)
