@@ -39,6 +39,7 @@ from panther_compile.models.substitute import check_plain_tensors, copy_with, wa
 from panther_compile.models.wrapped import unwrapped
 from panther_compile.names import dotted, is_persistent, owner_of
 from panther_compile.planning.own_weights import lifted, lower_own_weights
+from panther_compile.planning.sites import check_module
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_record
 from panther_compile.storage import (
     checked_path,
@@ -106,7 +107,8 @@ def save_sketched(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     """Write a sketched model into a directory, whole or not at all.
 
     Args:
-        model: a result of `sketchify`; what torch.compile or DDP wraps is saved without that.
+        model: a result of `sketchify`; what torch.compile or DDP wraps, the model or parts of it, is saved
+            without that.
         directory: made if missing; a checkpoint already there is replaced.
 
     Raises:
@@ -165,6 +167,7 @@ def load_sketched(
 
     Raises:
         ConfigError, ConfigTypeError: the skeleton, the directory or the device is none, or numbers lack.
+        WrappedModelError: the skeleton, or a part of it, is wrapped in DDP, FSDP or torch.compile.
         CheckpointError: there is no checkpoint, or it cannot be read.
         CheckpointCorruptError: it is truncated, was changed after it was written, or describes no sketch.
         CheckpointVersionError: it was written by a newer format.
@@ -172,6 +175,7 @@ def load_sketched(
     """
     path = checked_path(directory, "directory")
     check_is_module("skeleton", skeleton)
+    check_module(skeleton)
     warn_of_functions(skeleton, "", stacklevel=2)
     if device is None:
         device = next((p.device for p in skeleton.parameters() if not p.is_meta), torch.device("cpu"))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from panther_compile.config import check_is_module
 from panther_compile.errors import NoTargetError
 from panther_compile.layers.base import SketchedLayer, check_weights, keeps_numbers_elsewhere, outermost
 from panther_compile.layers.narrow import NarrowLinear
@@ -287,6 +288,7 @@ def sketch_report(model: nn.Module) -> SketchReport:
         NoTargetError: it was never sketched.
         WeightError: a factor was replaced by a quantized layer that holds no weight to count.
     """
+    check_is_module("model", model)
     model = unwrapped(model)
     known: SketchRecord | None = kept_attribute(model, RECORD_ATTRIBUTE)
     check_weights(model, "report on the model")

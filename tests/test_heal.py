@@ -552,6 +552,65 @@ def test_models_that_do_not_go_together():
         pc.heal(small, teacher=small, data=batches(2))
 
 
+def _old_norm(layer):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(layer)
+
+
+MADE = {
+    "pruned": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    "weight norm": nn.utils.parametrizations.weight_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "weight norm of old": _old_norm,
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("which", ["small", "teacher"])
+def test_a_dense_layer_may_make_its_weight_of_others_in_one_of_the_models(made, which):
+    torch.manual_seed(0)
+    teacher = nn.Sequential(
+        nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 8)
+    ).eval()
+    data = [torch.randn(32, 32) for _ in range(4)]
+    small = pc.sketchify(
+        teacher, 0.5, exclude=["2"], min_params=0, progress=False, allow_slower=True, synthetic=False
+    )
+    MADE[made]({"small": small, "teacher": teacher}[which][2])
+    healed = pc.heal(small, teacher=teacher, data=data, steps=40, progress=False)
+    found = pc.heal_report(healed)
+    assert found.after["output"] < found.before["output"]
+    assert list(healed.state_dict()) == list(small.state_dict())
+    wider = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), MADE[made](nn.Linear(48, 32)), nn.Tanh(), teacher[4])
+    with pytest.raises(TeacherMismatchError, match=r"2\.weight \(32, 64\).*of shape \(32, 48\)"):
+        pc.heal(small, teacher=wider, data=data, steps=1)
+
+
+class Matches(nn.Module):
+    """Refines what it matches, which may be nothing, as LoFTR does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.fine = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+    def forward(self, x):
+        coarse = self.body(x)
+        return coarse, self.fine(coarse[x[:, 0] > 0]), coarse.new_empty(len(x), 0)
+
+
+@pytest.mark.parametrize("most", [0.0, 100.0])
+def test_what_a_batch_leaves_empty_is_not_compared(most):
+    torch.manual_seed(0)
+    teacher = Matches().eval()
+    data = [torch.randn(64, 16).clamp(max=most) for _ in range(4)]
+    small = pc.sketchify(teacher, 0.5, min_params=0, progress=False, allow_slower=True, synthetic=False)
+    report = pc.heal_report(pc.heal(small, teacher=teacher, data=data, steps=20, progress=False))
+    assert report.after["output"] < report.before["output"]
+    assert all(math.isfinite(one) for one in report.after.values())
+
+
 def test_a_model_of_another_dtype_than_the_data_is_told_of():
     teacher = encoder()
     small = sketched_encoder(teacher).bfloat16()

@@ -700,3 +700,64 @@ def test_videos_move_and_are_fitted_to():
     first, second = video[0, :, 0], video[0, :, 1]
     moves = [(down, right) for down in range(-2, 3) for right in range(-2, 3)]
     assert any(torch.equal(first.roll(move, (-2, -1)), second) for move in moves)
+
+
+class CutsPatches(nn.Module):
+    """A vision transformer that cuts its patches itself, as those of einops do."""
+
+    def __init__(self, channels, *, convolution, side=8):
+        super().__init__()
+        self.cut, features = nn.PixelUnshuffle(side), channels * side**2
+        self.patches = nn.Conv2d(features, 64, 1) if convolution else nn.Linear(features, 64)
+        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 12)
+
+    def forward(self, images):
+        x = self.cut(images)
+        if isinstance(self.patches, nn.Conv2d):
+            x = self.patches(x).flatten(2).mT
+        else:
+            x = self.patches(x.flatten(2).mT)
+        return self.head(torch.relu(self.body(x)).mean(1))
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize("convolution", [False, True])
+def test_images_for_a_model_that_cuts_its_patches_itself(channels, convolution):
+    found = made(CutsPatches(channels, convolution=convolution))
+    assert found.what == "made-up inputs (images of natural spectra)"
+    assert found.telling
+    assert first_of(found.calls[0]).shape == (8, channels, 32, 32)
+
+
+class Cube(nn.Module):
+    """Reads volumes of one size alone, as those of medicine do."""
+
+    def __init__(self, side):
+        super().__init__()
+        self.cut = nn.Conv3d(1, 32, 16, stride=16)
+        self.place = nn.Parameter(torch.randn((side // 16) ** 3, 32))
+
+    def forward(self, volumes):
+        return self.cut(volumes).flatten(2).mT + self.place
+
+
+@pytest.mark.parametrize("side", [32, 96])
+def test_volumes_of_equal_sides(side):
+    assert first_of(made(Cube(side)).calls[0]).shape == (1, 1, side, side, side)
+
+
+class ChainWithImages(Chain):
+    """Reads images too, where there are any."""
+
+    def __init__(self, after):
+        super().__init__(after)
+        self.eyes = nn.Linear(48, 48)
+
+    def forward(self, ids, images=None):
+        return super().forward(ids) + (0 if images is None else self.eyes(images))
+
+
+def test_made_up_inputs_that_do_not_reach_a_layer_are_not_called_data():
+    says = "made-up inputs never reached eyes: sketched from the weights alone"
+    with pytest.warns(UserWarning, match=says):
+        pc.sketchify(ChainWithImages(chain()[1]).eval(), 0.5, data="model", **OPTIONS)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from panther_compile.calibration.paths import goes_one_way
 from panther_compile.kinds.targets import Target
+from panther_compile.layers.own_weights import adds_bias_outside
 from panther_compile.models.batches import Call, run_dense
 from panther_compile.models.outputs import named_tensors
 from panther_compile.models.watched import Side
@@ -58,7 +59,8 @@ def find_couplings(side: Side, targets: Mapping[str, Target], calls: Sequence[Ca
 
     Args:
         side: the dense model, watched.
-        targets: by name; only linear layers can be narrowed.
+        targets: by name; only linear layers can be narrowed, and none that writes features to which the
+            module around it adds a bias: that has all of them.
         calls: the batches. The first one runs some ten times, without the products of the layers, and shows
             which layers may be coupled; each other one runs once with and once without them, to confirm it.
 
@@ -73,6 +75,8 @@ def find_couplings(side: Side, targets: Mapping[str, Target], calls: Sequence[Ca
         if not couplings:
             break
         couplings = _Looker(side, targets, call).confirmed(couplings)
+    outside = {name for name, target in targets.items() if adds_bias_outside(target.layer)}
+    couplings = [one for one in couplings if outside.isdisjoint(one.writers)]
     return list(_made_safe(side.model, couplings))
 
 

@@ -1,5 +1,6 @@
 """Heal a sketched model: match it to the dense one on data without labels.
 
+pair        whether both models go together
 landmarks   places in both models where hidden states are compared
 match       the loss: how far the small model is from its teacher on a call
 descent     how the factors are changed

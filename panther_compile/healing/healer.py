@@ -8,15 +8,12 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from panther_compile.config import check_is_module, logits_of
+from panther_compile.config import logits_of
 from panther_compile.errors import (
-    ConfigTypeError,
     DataError,
     HealingError,
-    TeacherMismatchError,
-    WeightError,
     first_line,
 )
 from panther_compile.healing.best_state import BestState, numbers
@@ -24,17 +21,16 @@ from panther_compile.healing.descent import Descent, Factor, factors_of
 from panther_compile.healing.landmarks import find_landmarks
 from panther_compile.healing.match import OUTPUT, Match
 from panther_compile.healing.options import HealOptions
+from panther_compile.healing.pair import check_pair
 from panther_compile.healing.rates import Rates
 from panther_compile.healing.report import HEALING_ATTRIBUTE, HealReport, noted_as_healed
-from panther_compile.layers.base import SketchedLayer, check_factors, outermost, sketched_layers
+from panther_compile.layers.base import SketchedLayer, outermost
 from panther_compile.layers.own_weights import own_biases
-from panther_compile.models.batches import Call, Data, device_of, record_calls
+from panther_compile.models.batches import Call, Data, record_calls
 from panther_compile.models.derivatives import NO_GRADIENT, differentiates
 from panther_compile.models.output_kind import check_output, recognize_output
 from panther_compile.models.substitute import copy_with
 from panther_compile.models.surroundings import eval_mode, undisturbed, without_fast_attention
-from panther_compile.planning.own_weights import lifted
-from panther_compile.planning.sites import check_module
 from panther_compile.records import RECORD_ATTRIBUTE, SketchRecord, keep_attribute, keep_record
 from panther_compile.reporting.progress import ProgressBar
 
@@ -114,7 +110,7 @@ def heal(
         progress=progress,
         cache_bytes=cache_bytes,
     )
-    _check_pair(small, teacher)
+    check_pair(small, teacher)
     calls = record_calls(teacher, data)
     check_output(teacher, calls, output)
     with torch.inference_mode(False):
@@ -318,48 +314,6 @@ def _judges(held_out: float, batches: int, steps: int) -> int:
     """How many batches are held out: all are run some 20 times."""
     wanted = min(round(held_out * batches), max(_FEWEST_JUDGES, steps // 40))
     return min(batches - 1, max(1, wanted))
-
-
-def _check_pair(small: nn.Module, teacher: nn.Module) -> None:
-    """Raise unless the models are alike but for the sketched layers."""
-    for role, model in (("small", small), ("teacher", teacher)):
-        check_is_module(role, model)
-        if any(parameter.is_inference() for parameter in model.parameters()):
-            raise ConfigTypeError(
-                f"{role}, {type(model).__name__}, was made under torch.inference_mode(), which rules "
-                "gradients out: make it outside"
-            )
-    for model in (small, teacher):
-        check_module(model)
-    sketched = set(sketched_layers(small))
-    check_factors(small, "heal the model")
-    if small is teacher:
-        raise TeacherMismatchError("small and teacher are the same model, wanted the dense one as teacher")
-    ours, its = device_of(small), device_of(teacher)
-    if ours != its:
-        raise TeacherMismatchError(f"small is on {ours}, the teacher on {its}, wanted one device")
-    if ours is not None and ours.type == "meta":
-        raise WeightError(f"{type(small).__name__} is on the meta device: load the weights before healing")
-    every = small.named_modules(remove_duplicate=False)
-    inside = tuple(f"{name}." if name else "" for name, module in every if module in sketched)
-    dense = lifted(teacher)  # where layers stand for its parameters, as in a sketch of it
-    named = [one.named_parameters(remove_duplicate=False) for one in (teacher, dense)]
-    theirs = {name: parameter.shape for each in named for name, parameter in each}
-    for name, parameter in small.named_parameters(remove_duplicate=False):
-        if not name.startswith(inside) and theirs.get(name) != parameter.shape:
-            there = f"of shape {tuple(theirs[name])}" if name in theirs else "missing"
-            raise TeacherMismatchError(
-                f"{name} {tuple(parameter.shape)} of {type(small).__name__} is {there} in the teacher, "
-                f"{type(teacher).__name__}: wanted the dense model that was sketched"
-            )
-    graphs = isinstance(small, fx.GraphModule)  # whose functional calls were made into layers
-    known = {name for name, _ in dense.named_modules(remove_duplicate=False)}
-    for name in inside:
-        if not graphs and name[:-1] not in known:
-            raise TeacherMismatchError(
-                f"the sketched layer {name[:-1]} of {type(small).__name__} is missing in the teacher, "
-                f"{type(teacher).__name__}: wanted the dense model that was sketched"
-            )
 
 
 def _half_pays(model: nn.Module) -> bool:

@@ -85,7 +85,8 @@ class Match:
     def losses(self, place: int) -> dict[str, Tensor]:
         """The loss at each landmark, and under "output" that of the result, for the call at a place.
 
-        Landmarks that the models do not reach alike, as often and with as many rows, have none.
+        Landmarks that the models do not reach alike, as often and with as many rows, have none; nor have
+        those that hold nothing.
 
         Raises:
             HealingError: the teacher gives NaN or Inf, or results of the models do not go together.
@@ -94,9 +95,11 @@ class Match:
         kept = self._kept[place]
         least = self._least
         losses = {
-            name: _mean(_error(t, s, kept, least[name]) for t, s in zip(visits, theirs, strict=True))
+            name: _mean(
+                _error(t, s, kept, least[name]) for t, s in zip(visits, theirs, strict=True) if t.numel()
+            )
             for name, visits in wanted.hidden.items()
-            if visits and shapes(theirs := found.hidden[name]) == shapes(visits)
+            if any(t.numel() for t in visits) and shapes(theirs := found.hidden[name]) == shapes(visits)
         }
         both = by_place(wanted.output, found.output)
         alike = ((name, t, s) for name, t, s in both if t.shape == s.shape and t.numel())
@@ -123,7 +126,7 @@ class Match:
         for place in places:
             answer, kept = self._answer(place), self._kept[place]
             for name, visits in answer.hidden.items():
-                found[name] += [_variance(kept_rows(one.float(), kept)) for one in visits]
+                found[name] += [_variance(kept_rows(one.float(), kept)) for one in visits if one.numel()]
             for name, one in answer.output:
                 if not one.numel():
                     continue
@@ -183,7 +186,7 @@ def _spread(target: Tensor) -> Tensor:
 
 
 def _variance(target: Tensor) -> float:
-    found = float(_spread(target)) if len(target) else 0.0
+    found = float(_spread(target)) if target.numel() else 0.0
     return found if math.isfinite(found) else float(_spread(target.double()))
 
 

@@ -210,6 +210,7 @@ class OneLayer(OwnWeight):
         bias: Any = None if self.bias_name is None else self.layer.bias
         if bias is not None:
             assert self.bias_name is not None
+            assert isinstance(bias, nn.Parameter)
             module._parameters[self.bias_name] = bias
             for part in self.layer.modules():
                 if part._parameters.get("bias") is bias:
@@ -326,6 +327,11 @@ def own_biases(model: nn.Module, layers: Collection[nn.Module]) -> list[nn.Param
         if any(part in layers for part in child.modules())
     ]
     return [bias for bias in held if bias is not None]
+
+
+def adds_bias_outside(layer: nn.Module) -> bool:
+    """Whether the bias of a layer is that of the module whose weight it stands for."""
+    return OF_CLASS in vars(layer) and layer._parameters.get("bias") is not None
 
 
 def holds_own_weights(module: nn.Module) -> bool:

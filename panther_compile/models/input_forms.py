@@ -1,6 +1,7 @@
 """What inputs of a model may look like, by what it says: its signature, configuration and first layers."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from panther_compile.models.sounds import natural_sounds, pink_noise
 BATCH = 8  # inputs of a batch
 _LENGTHS = (128, 64, 32, 16, 8, 4)  # of texts
 _SIZES = (32, 64, 128, 224, 28, 8, 16, 299, 256, 384, 192, 512, 112, 48, 96, 160, 24)  # of images
-_CLIPS = (16, 32), (16, 64), (32, 128), (16, 112), (16, 224), (8, 16)  # frames and sizes of videos
+# Frames and sizes of videos, then volumes as large on each side.
+_CLIPS = (16, 32), (16, 64), (32, 128), (16, 112), (16, 224), (8, 16), (32, 32), (64, 64), (96, 96)
 _FEW = 1  # videos of a batch
 _FASTEST = 2  # pixels that they move by, a frame
 _SAMPLES = 16000, 4000, 1024, 1000, 256
@@ -216,8 +218,10 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
             yield Form("tokens", _tokens(layer.num_embeddings, length), call)
             yield Form("tokens", _tokens(layer.num_embeddings, length), _features)
     elif kind is nn.Conv2d:
-        for size in (*_SIZES, *_size_of_timm(model)):
-            yield Form("images", _images(layer.in_channels, (size, size)), call)
+        cut = _channels_of_patches(layer.in_channels) if max(layer.kernel_size) == 1 else ()
+        for channels in (layer.in_channels, *cut):
+            for size in (*_SIZES, *_size_of_timm(model)):
+                yield Form("images", _images(channels, (size, size)), call)
         if layer.in_channels == 1 and min(layer.kernel_size) == 1:  # a convolution of sounds
             for samples in _SAMPLES:
                 yield _sounds(call, samples)
@@ -236,10 +240,21 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
     elif kind is nn.Linear:
         yield Form("vectors", _vectors(layer.in_features), call)
         yield Form("vectors", _vectors(_STEPS, layer.in_features), call)
+        for channels in _channels_of_patches(layer.in_features):
+            for size in (*_SIZES, *_size_of_timm(model)):
+                yield Form("images", _images(channels, (size, size)), call)
     elif kind is nn.RNNBase:
         yield Form("vectors", _vectors(_STEPS, layer.input_size), call)
     elif kind is nn.MultiheadAttention:
         yield Form("vectors", _vectors(_STEPS, layer.embed_dim), call)
+
+
+def _channels_of_patches(features: int) -> Iterator[int]:
+    """Channels of images of whose square patches these may be the features, as einops or unfold cut them."""
+    for channels in (3, 1):
+        side = math.isqrt(features // channels)
+        if side > 1 and channels * side**2 == features:
+            yield channels
 
 
 def _size_of_timm(model: nn.Module) -> Iterator[int]:

@@ -1,5 +1,7 @@
 """Tensors as rows: padded positions left out, and rows of one token brought together."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,8 @@ def kept_rows(tensor: Tensor, kept: Tensor | None) -> Tensor:
             of another shape it is taken whole.
         kept: bool `(batch, length)`, or None.
     """
-    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.reshape(1, 1)
+    *rest, features = tensor.shape or (1,)
+    rows = tensor.reshape(math.prod(rest), features)  # -1 is ambiguous where there are no features
     tokens = getattr(tensor, _TOKENS, None)
     if kept is not None and tokens is not None:
         return rows[kept.reshape(-1)[tokens]]

@@ -272,3 +272,33 @@ def test_onnx_of_a_narrowed_model_of_the_zoo(prefers_links, tmp_path):
     inputs = entry.inputs()
     small = pc.sketchify(entry.build(), 0.5, data=lambda one: zoo.call(one, inputs), **OPTIONS)
     pc.export_onnx(small, (), tmp_path / "m.onnx", kwargs=inputs, verify=True)
+
+
+class BiasOutside(nn.Linear):
+    """As of PyTorch Geometric and of OpenAI's Whisper, which call the function themselves."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+def outside(bias):
+    return nn.Sequential(BiasOutside(64, 96, bias), nn.ReLU(), BiasOutside(96, 64)).eval()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_features_to_which_another_module_adds_a_bias_are_all_kept(bias, tmp_path):
+    torch.manual_seed(0)
+    model = outside(bias)
+    with torch.no_grad():
+        for parameter in model[0].parameters():
+            parameter.copy_(parameter[:32].repeat(3, *[1] * (parameter.dim() - 1)))
+    small = pc.sketchify(model, 0.5, data=list(torch.randn(3, 64, 64)), **OPTIONS)
+    narrow = [layer for layer in small.modules() if isinstance(layer, NarrowLinear)]
+    assert bool(narrow) is not bias  # without a bias two thirds can go
+    assert all(type(one) is nn.Parameter for one in small.parameters())
+    pc.save_sketched(small, tmp_path)
+    with torch.device("meta"):
+        skeleton = outside(bias)
+    x = torch.randn(5, 64)
+    assert torch.equal(pc.load_sketched(skeleton, tmp_path)(x), small(x))
+    torch.testing.assert_close(pc.densify(small)(x), small(x), rtol=1e-4, atol=1e-4)

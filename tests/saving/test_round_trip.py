@@ -1,5 +1,7 @@
 """What is loaded is what was saved."""
 
+import copy
+
 import pytest
 import torch
 from saving.model import IDS, OPTIONS, Model, all_tensors, assert_same, names_in, skeleton, sketched
@@ -10,6 +12,7 @@ from panther_compile.errors import (
     CheckpointError,
     ConfigError,
     NoTargetError,
+    WrappedModelError,
 )
 from panther_compile.layers.linear import SketchedLinear
 from panther_compile.records import RECORD_ATTRIBUTE
@@ -168,6 +171,27 @@ def test_sketched_root(tmp_path):
     model = pc.sketchify(nn.Linear(40, 40), 0.5, min_params=0, progress=False, allow_slower=True)
     pc.save_sketched(model, tmp_path)
     assert_same(pc.load_sketched(nn.Linear(40, 40), tmp_path), model)
+
+
+@pytest.mark.parametrize("wrap", [lambda part: torch.compile(part, backend="eager"), nn.DataParallel])
+def test_wrapped_parts_are_saved_by_their_plain_names(tmp_path, wrap):
+    body = nn.Sequential(nn.Linear(40, 48), nn.ReLU(), nn.Sequential(nn.Linear(48, 40), nn.Linear(40, 40)))
+    model = pc.sketchify(body, 0.5, min_params=0, progress=False, allow_slower=True)
+    wrapped = copy.deepcopy(model)
+    wrapped[2][1] = wrap(wrapped[2][1])
+    wrapped[0], wrapped[2] = wrap(wrapped[0]), wrap(wrapped[2])
+    pc.save_sketched(wrapped, tmp_path)
+    assert_same(pc.load_sketched(body, tmp_path), model)
+    assert str(pc.sketch_report(wrapped)) == str(pc.sketch_report(model))
+    assert type(wrapped[0]) is not type(model[0])  # what was saved is as it was
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_wrapped_skeleton_is_refused(saved, nested):
+    wrapped = torch.compile(skeleton())
+    wrapped = nn.Sequential(wrapped) if nested else wrapped
+    with pytest.raises(WrappedModelError, match=r"is a OptimizedModule: give the model that was compiled"):
+        pc.load_sketched(wrapped, saved[1])
 
 
 def test_trailing_and_pair_forms(tmp_path):
