@@ -448,8 +448,8 @@ def put_in_place(model: nn.Module, learnt: Learnt, made: Made) -> nn.Module:
     keep_verdict(result, closeness, fitted_to=source, output=learnt.output)
     if made.unreached:
         warnings.warn(
-            f"{learnt.inputs.source} never reached {', '.join(made.unreached)}: sketched from the weights alone; "
-            "give data that does, or exclude what is not needed",
+            f"{learnt.inputs.source} never reached {', '.join(made.unreached)}: sketched from the weights "
+            "alone; give data that does, or exclude what is not needed",
             stacklevel=3,
         )
     return result
