@@ -133,7 +133,7 @@ class KernelSums:
         self._about: Tensor | None = None  # near the means, so that no digits are lost to them
         self._taps, self._channels = _Sums(), _Sums()
         has_whole = whole and conv.groups == 1 and conv.weight[0].numel() <= _MOST_FEATURES
-        self._halves = (_Sums(), _Sums()) if has_whole else ()
+        self._halves: tuple[_Sums, ...] = (_Sums(), _Sums()) if has_whole else ()
 
     def add(self, x: Tensor) -> None:
         """Add an input (N, I, *) or (I, *)."""
@@ -149,7 +149,8 @@ class KernelSums:
         patches = patches - self._about
         if self._halves:
             for half, some in zip(self._halves, patches.flatten(1).unsqueeze(1).chunk(2), strict=False):
-                half.add(some)  # of one patch there is one half
+                half.add(some)
+            self._halves = self._halves[::-1]  # so that batches of one patch go to both
         self._taps.add(patches)
         if self._conv.groups == 1:
             self._channels.add(thinned(patches, max(1, MAX_ROWS // taps)).mT)

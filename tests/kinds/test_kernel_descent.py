@@ -73,8 +73,8 @@ def test_moments_of_halves_are_those_of_the_patches(bias):
     for part in x.split(4):
         sums.add(part)
     moments = sums.moments(0.0)
-    patches = torch.cat([windows(conv, part).flatten(1) for part in x.split(4)]).double()
-    each = [torch.cat([part.chunk(2)[half] for part in patches.chunk(2)]) for half in (0, 1)]
+    first, second = (windows(conv, part).flatten(1).double().chunk(2) for part in x.split(4))
+    each = torch.cat((first[0], second[1])), torch.cat((first[1], second[0]))
     for rows, found in zip(each, moments.halves, strict=True):
         rows = rows - rows.mean(0) if bias else rows
         torch.testing.assert_close(found, rows.T @ rows / len(rows), rtol=1e-4, atol=1e-4)
@@ -94,6 +94,8 @@ def test_groups_many_features_and_single_patches_have_none():
     sums = KernelSums(nn.Conv2d(12, 8, 3), whole=True)
     sums.add(torch.randn(1, 12, 3, 3))
     assert sums.moments(0.01).halves == ()
+    sums.add(torch.randn(1, 12, 3, 3))
+    assert len(sums.moments(0.01).halves) == 2
 
 
 @pytest.mark.parametrize("scheme", RANKS)
