@@ -45,6 +45,7 @@ class _Speaker:
             raise SystemExit(f"eSpeak NG has no voice {voice!r}")
         self._library.espeak_SetParameter(_WORDS_PER_MINUTE, speed, 0)
         self._heard.clear()
+        self._library.espeak_ng_SetRandSeed(ctypes.c_long(0))  # voices flutter at random
         spoken = text.encode()
         self._library.espeak_Synth(
             spoken, ctypes.c_size_t(len(spoken) + 1), 0, _CHARACTERS, 0, _UTF8, None, None
