@@ -61,11 +61,12 @@ def _descended(
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """The factors with their best last one, and closer ones still."""
     begun = _with_best_last(scheme, kernels, weight, moments)
-    wanted, metric = weight.flatten(1).float(), moments.float()
-    size = float((wanted @ metric * wanted).sum())
+    size = float((weight.flatten(1) @ moments * weight.flatten(1)).sum()) ** 0.5
     if size <= 0.0:
         return begun, begun
-    found = [one.float().contiguous().requires_grad_() for one in begun]
+    each = size ** (1.0 / len(begun))  # so that nothing is too large or small for float32
+    found = [(one / each).float().contiguous().requires_grad_() for one in begun]
+    wanted, metric = (weight.flatten(1) / size).float(), moments.float()
     descent = torch.optim.LBFGS(
         found,
         max_iter=_STEPS,
@@ -81,11 +82,11 @@ def _descended(
             product = multiply_out(tuple(found), 1, scheme).flatten(1)
         off = product.detach() - wanted
         moved = off @ metric
-        product.backward(2.0 / size * moved)
-        return (off * moved).sum() / size
+        product.backward(2.0 * moved)
+        return (off * moved).sum()
 
     descent.step(lost)
-    return begun, tuple(one.detach().double() for one in found)
+    return begun, tuple(each * one.detach().double() for one in found)
 
 
 def _with_best_last(
