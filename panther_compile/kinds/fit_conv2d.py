@@ -64,7 +64,7 @@ def cut_conv2d(
     whitened = metric.whiten(dense).contiguous()
     kernels: Sequence[Tensor] = fit_kernel(whitened, conv.groups, name, choice, config).kernels
     if moments.halves:
-        halves = [metric.whiten_moments(half) for half in moments.halves]
+        halves = [metric.whiten_moments(half.to(whitened.device)) for half in moments.halves]
         kernels = brought_closer(choice.scheme, kernels, whitened, halves)
     kernels = metric.take_back(choice.scheme, kernels)
     layer = SketchedConv2d.from_kernels(choice.scheme, kernels, conv)
