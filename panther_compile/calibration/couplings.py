@@ -71,12 +71,12 @@ def find_couplings(side: Side, targets: Mapping[str, Target], calls: Sequence[Ca
     couplings = looker.one_by_one()
     taken = {name for coupling in couplings for name in coupling.names}
     couplings += looker.by_heads(taken)
+    outside = {name for name, target in targets.items() if adds_bias_outside(target.layer)}
+    couplings = [one for one in couplings if outside.isdisjoint(one.writers)]
     for call in calls[1:]:
         if not couplings:
             break
         couplings = _Looker(side, targets, call).confirmed(couplings)
-    outside = {name for name, target in targets.items() if adds_bias_outside(target.layer)}
-    couplings = [one for one in couplings if outside.isdisjoint(one.writers)]
     return list(_made_safe(side.model, couplings))
 
 

@@ -25,7 +25,7 @@ from panther_compile.factorization.whiten import Root, root_of
 from panther_compile.kinds.windows import Convolution, windows
 
 _LEAST_PATCHES = 512  # of a batch, which kernels of many taps need
-_MOST_FEATURES = 2304  # F, of which S is summed up
+_MOST_FEATURES = 2304  # F: of more, S is not summed up
 _PATCHES_EACH = 2  # of a batch, for a feature of S
 
 

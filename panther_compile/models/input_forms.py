@@ -220,8 +220,7 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
     elif kind is nn.Conv2d:
         cut = _channels_of_patches(layer.in_channels) if max(layer.kernel_size) == 1 else ()
         for channels in (layer.in_channels, *cut):
-            for size in (*_SIZES, *_size_of_timm(model)):
-                yield Form("images", _images(channels, (size, size)), call)
+            yield from _squares(model, channels, call)
         if layer.in_channels == 1 and min(layer.kernel_size) == 1:  # a convolution of sounds
             for samples in _SAMPLES:
                 yield _sounds(call, samples)
@@ -241,12 +240,17 @@ def _forms_by_layer(model: nn.Module, kind: type, layer: Any) -> Iterator[Form]:
         yield Form("vectors", _vectors(layer.in_features), call)
         yield Form("vectors", _vectors(_STEPS, layer.in_features), call)
         for channels in _channels_of_patches(layer.in_features):
-            for size in (*_SIZES, *_size_of_timm(model)):
-                yield Form("images", _images(channels, (size, size)), call)
+            yield from _squares(model, channels, call)
     elif kind is nn.RNNBase:
         yield Form("vectors", _vectors(_STEPS, layer.input_size), call)
     elif kind is nn.MultiheadAttention:
         yield Form("vectors", _vectors(_STEPS, layer.embed_dim), call)
+
+
+def _squares(model: nn.Module, channels: int, call: Callable[[Tensor], Call]) -> Iterator[Form]:
+    """Square images of every size that is tried."""
+    for size in (*_SIZES, *_size_of_timm(model)):
+        yield Form("images", _images(channels, (size, size)), call)
 
 
 def _channels_of_patches(features: int) -> Iterator[int]:

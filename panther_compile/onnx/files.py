@@ -264,7 +264,8 @@ def _give_back(proto: onnx.ModelProto) -> bool:
     found = [node for node in _nodes(proto) if node.domain in ("", "ai.onnx") and added.get(node.op_type)]
     for node in found:
         node.domain = RUNTIME
-    proto.opset_import.append(onnx.helper.make_opsetid(RUNTIME, 1))
+    if all(one.domain != RUNTIME for one in proto.opset_import):
+        proto.opset_import.append(onnx.helper.make_opsetid(RUNTIME, 1))
     return bool(found)
 
 

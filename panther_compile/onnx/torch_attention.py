@@ -109,11 +109,11 @@ def rotary(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Tensor:
     cos, sin = (one if places is None else one[places] for one in (cos, sin))
     flat = x.dim() == 3
     x = in_heads(x, given["num_heads"]) if flat else x
-    found = turned(x, cos.unsqueeze(1), sin.unsqueeze(1), bool(given.get("interleaved", 0)))
+    found = _turned(x, cos.unsqueeze(1), sin.unsqueeze(1), bool(given.get("interleaved", 0)))
     return out_of_heads(found) if flat else found
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Pairs of numbers of a head turned by angles (.., S, R / 2); those from R on are left."""
     half = cos.shape[-1]
     turning, rest = x[..., : 2 * half], x[..., 2 * half :]

@@ -12,9 +12,8 @@ _RNN, _LSTM, _GRU = (0,), (0, 2, 3, 1), (1, 0, 2)  # torch's gates, by their pla
 _PLAIN = {"hidden_size", "direction", "linear_before_reset", "layout", "activations", "outputs"}
 _USUAL = {"RNN": ["tanh"], "LSTM": ["sigmoid", "tanh", "tanh"], "GRU": ["sigmoid", "tanh"]}
 
-_Steps = tuple[
-    Tensor, ...
-]  # (T, N, I), or rows of lines of several lengths, and how many there are each step
+# (T, N, I), or rows of lines of several lengths, and how many there are each step.
+_Steps = tuple[Tensor, ...]
 _Cell = Callable[[_Steps, list[Tensor], list[Tensor], bool], Sequence[Tensor]]
 
 

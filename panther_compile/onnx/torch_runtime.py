@@ -18,7 +18,7 @@ from panther_compile.onnx.torch_attention import (
     causal,
     in_heads,
     out_of_heads,
-    turned,
+    rotary,
 )
 from panther_compile.onnx.torch_cells import UnknownOperatorError
 from panther_compile.onnx.torch_ops import Operator
@@ -160,8 +160,8 @@ def _grouped(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Sequenc
     first = total - query.shape[2]
     if given.get("do_rotary", 0):
         order = first + torch.arange(query.shape[2]).unsqueeze(0) if places is None else places
-        angles = cos[order].unsqueeze(1), sin[order].unsqueeze(1)
-        query, key = (turned(one, *angles, bool(given.get("rotary_interleaved", 0))) for one in (query, key))
+        options = {"interleaved": given.get("rotary_interleaved", 0)}
+        query, key = (rotary([one, cos, sin, order], options, opset) for one in (query, key))
     if first:
         key, value = behind(past_key[:, :, :first], key), behind(past_value[:, :, :first], value)
     allowed = causal(query.shape[2], total, first)
@@ -176,14 +176,9 @@ def _rotary(inputs: list[Any], given: Mapping[str, Any], opset: int) -> Tensor:
     x, places, cos, sin = inputs
     if given.get("is_packed_batching", 0) or given.get("scale", 1.0) != 1.0:
         raise UnknownOperatorError("RotaryEmbedding with options of its own is not known here")
-    flat, size = x.dim() == 3, x.shape[-2]
-    if flat:
-        heads = given.get("num_heads", 0) or x.shape[-1] // (2 * cos.shape[-1])
-        x = in_heads(x, heads)
-    order = places + torch.arange(size).unsqueeze(0) if places.dim() == 1 else places
-    angles = cos[order].unsqueeze(1), sin[order].unsqueeze(1)
-    found = turned(x, *angles, bool(given.get("interleaved", 0)))
-    return out_of_heads(found) if flat else found
+    order = places + torch.arange(x.shape[-2]).unsqueeze(0) if places.dim() == 1 else places
+    heads = given.get("num_heads", 0) or x.shape[-1] // (2 * cos.shape[-1])
+    return rotary([x, cos, sin, order], {**given, "num_heads": heads}, opset)
 
 
 RUNTIME_OPERATORS: dict[str, Operator] = {

@@ -97,8 +97,7 @@ def compare_files(
     """Run two files of one interface on the same inputs, random ones unless some are given.
 
     Random numbers are standard normal, integers and booleans 0 or 1: ids and masks are allowed to be that;
-    lengths leave nothing out;
-    unsigned bytes, which pixels are, anything, if the source takes that.
+    lengths leave nothing out; unsigned bytes, which pixels are, anything, if the source takes that.
     Sizes that the file leaves free are all alike, the first of `_SIZES` that the source takes.
 
     Args:
@@ -112,9 +111,10 @@ def compare_files(
             type, or is not finite where the source's is.
     """
     dense, sketched = load_session(source, str(source)), load_session(target, "the sketched model")
-    names, parts = [one.name for one in dense.get_outputs()], parts_of(ir.load(source))
+    model, names = ir.load(source), [one.name for one in dense.get_outputs()]
+    parts, sizes = parts_of(model), _sizes_of(model, dense)
     results, errors = OutputSums(), dict[str, float]()
-    for feed, outputs in _runs(dense, feeds, source):
+    for feed, outputs in _runs(dense, feeds, str(source), sizes):
         shapes = ", ".join(f"{array.shape}" for array in feed.values())
         try:
             others = sketched.run(names, feed)
@@ -132,18 +132,18 @@ def compare_files(
 
 
 def _runs(
-    dense: ort.InferenceSession, feeds: Sequence[Mapping[str, Any]], source: Path
+    dense: ort.InferenceSession, feeds: Sequence[Mapping[str, Any]], what: str, sizes: Sequence[int]
 ) -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
     """Inputs, and what the dense file makes of them."""
     if feeds:
         yield from ((feed, dense.run(None, feed)) for feed in feeds[-MOST_CALLS:])
     else:
-        yield _first_that_runs(dense, str(source), _sizes_of(source, dense))
+        yield _first_that_runs(dense, what, sizes)
 
 
-def _sizes_of(source: Path, session: ort.InferenceSession) -> tuple[int, ...]:
+def _sizes_of(model: ir.Model, session: ort.InferenceSession) -> tuple[int, ...]:
     """Sizes that a file may take where they are free, in the order in which they are tried."""
-    if any(is_onnx(node, "DFT", "STFT") for node in ir.load(source).graph.all_nodes()):
+    if any(is_onnx(node, "DFT", "STFT") for node in model.graph.all_nodes()):
         return _OF_SOUND
     is_flat = all(len(one.shape) <= 2 for one in session.get_inputs())
     return (*_SIZES, *_OF_SOUND) if is_flat else _SIZES

@@ -98,6 +98,16 @@ def test_groups_many_features_and_single_patches_have_none():
     assert len(sums.moments(0.01).halves) == 2
 
 
+def errors_of_fits(conv, choice, x, other):
+    """On other images: brought closer in whole patches, and not."""
+    errors = []
+    for whole in (True, False):
+        layer, _ = fit_conv2d_to(conv, "conv", choice, SketchConfig(), [Arrival(0, x, x)], None, whole=whole)
+        with torch.no_grad():
+            errors.append(float((layer(other) - conv(other)).norm()))
+    return errors
+
+
 @pytest.mark.parametrize("scheme", RANKS)
 def test_other_images_lose_less_where_parts_do_not_tell_all(scheme):
     torch.manual_seed(0)
@@ -105,23 +115,13 @@ def test_other_images_lose_less_where_parts_do_not_tell_all(scheme):
     rank = RANKS[scheme]
     ranks = rank if isinstance(rank, tuple) else (rank,)
     choice = Choice(scheme, max(ranks), ranks, 0, None)
-    x, other = mixed(256, 1), mixed(64, 2)
-    errors = []
-    for whole in (True, False):
-        layer, _ = fit_conv2d_to(conv, "conv", choice, SketchConfig(), [Arrival(0, x, x)], None, whole=whole)
-        with torch.no_grad():
-            errors.append(float((layer(other) - conv(other)).norm()))
+    errors = errors_of_fits(conv, choice, mixed(256, 1), mixed(64, 2))
     assert errors[0] < 0.98 * errors[1]
 
 
 def test_smooth_images_are_told_by_their_parts():
     """Blurred noise is a product of parts, so that there is nothing beyond them to go by."""
     torch.manual_seed(0)
-    conv, x, other = nn.Conv2d(12, 10, 3), smooth(64, 12, 1), smooth(64, 12, 2)
     choice = Choice("spatial", 8, (8,), 0, None)
-    errors = []
-    for whole in (True, False):
-        layer, _ = fit_conv2d_to(conv, "conv", choice, SketchConfig(), [Arrival(0, x, x)], None, whole=whole)
-        with torch.no_grad():
-            errors.append(float((layer(other) - conv(other)).norm()))
+    errors = errors_of_fits(nn.Conv2d(12, 10, 3), choice, smooth(64, 12, 1), smooth(64, 12, 2))
     assert errors[0] < 1.03 * errors[1]
